@@ -3,10 +3,12 @@
 Each part has ways to run. A way takes its inputs in certain formats (strides) and gives its result in one. A tensor
 that is read in another format than it is given in is converted, once for each such format. The choice is a 0-1
 program, solved exactly: one way for each part, and a conversion wherever a chosen way reads what no chosen way gives.
+Where the errors of parts together are limited, the sum of their squares is one more constraint.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,8 @@ __all__ = ["Choice", "Part", "Way", "choose_ways"]
 
 TIME_LIMIT_S = 10.0
 """Seconds for HiGHS. Programs of networks of 300 parts take a fraction of a second."""
+TOLERANCE = 1e-6
+"""Share by which the sum of squares may exceed its limit: the solver computes with rounded numbers."""
 SCALE = 1e4
 """What all times together are scaled to, so that the solver's tolerances are small beside each."""
 
@@ -31,13 +35,14 @@ Format = tuple[int, ...]
 class Way:
     """One way to run a part: the format of each input, in the order of the part's, that of its result, and its time.
 
-    ``what`` is for the caller.
+    ``error`` is that of its result by itself. ``what`` is for the caller.
     """
 
     reads: tuple[Format, ...]
     gives: Format
     ms: float
     what: Any = None
+    error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,11 +64,15 @@ class Choice:
 
 
 def choose_ways(
-    parts: Sequence[Part], given: Mapping[Tensor, Format], conversion_ms: Callable[[Tensor], float]
+    parts: Sequence[Part],
+    given: Mapping[Tensor, Format],
+    conversion_ms: Callable[[Tensor], float],
+    most_squares: float = math.inf,
 ) -> Choice:
     """A choice with the least time. ``given`` has the formats of tensors that no part gives.
 
-    ``conversion_ms(tensor)`` is what a conversion of a tensor takes. Raises ``ValueError`` for a part without ways.
+    ``conversion_ms(tensor)`` is what a conversion of a tensor takes. The squares of the parts' errors sum up to
+    ``most_squares`` at the most, or to the least that there is. Raises ``ValueError`` for a part without ways.
 
     >>> rows, columns = (4, 1), (1, 4)
     >>> a = Part(("x",), "y", (Way((rows,), rows, 3.0), Way((columns,), columns, 1.0)))
@@ -74,7 +83,7 @@ def choose_ways(
     for part in parts:
         if not part.ways:
             raise ValueError(f"{part.output}: a part with at least one way would do")
-    program = _Program(parts, given, conversion_ms)
+    program = _Program(parts, given, conversion_ms, most_squares)
     ways, optimal = program.solved()
     return Choice(ways, program.total(ways), optimal)
 
@@ -83,9 +92,15 @@ class _Program:
     """The 0-1 program: a column for each way, then one for each conversion."""
 
     def __init__(
-        self, parts: Sequence[Part], given: Mapping[Tensor, Format], conversion_ms: Callable[[Tensor], float]
+        self,
+        parts: Sequence[Part],
+        given: Mapping[Tensor, Format],
+        conversion_ms: Callable[[Tensor], float],
+        most_squares: float,
     ) -> None:
         self._parts, self._given = parts, given
+        least = sum(min(way.error**2 for way in part.ways) for part in parts)
+        self._most = max(most_squares, least * (1 + TOLERANCE))
         self._first: list[int] = []
         self.costs: list[float] = []
         for part in parts:
@@ -134,6 +149,15 @@ class _Program:
             entries += [(len(lows), first + index, 1.0) for index in range(len(part.ways))]
             lows.append(1.0)
             highs.append(1.0)
+        if math.isfinite(self._most):
+            scale = self._most or max(way.error**2 for part in self._parts for way in part.ways) or 1.0
+            entries += [
+                (len(lows), first + index, way.error**2 / scale)
+                for first, part in zip(self._first, self._parts, strict=True)
+                for index, way in enumerate(part.ways)
+            ]
+            lows.append(0.0)
+            highs.append(self._most / scale * (1.0 + TOLERANCE))
         for (tensor, format_), column in self.conversions.items():
             for first, part in zip(self._first, self._parts, strict=True):
                 readers = [

@@ -50,8 +50,12 @@ Judge = Callable[[Program], float]
 
 MOST_ROUNDS = 4
 """How often plans give way to more exact ones."""
-LEAST_STEP, MOST_STEP = 1.5, 4.0
-"""The factor by which the largest error of a plan is lowered each time: the excess of the whole, within these."""
+LEAST_STEP, MOST_STEP = 1.1, 4.0
+"""The factor by which the error of all plans together is lowered each time: the excess of the whole, within these."""
+EXACT = (2.0, 8.0)
+"""For a product whose error counts, plans are asked for whose error is so many times less."""
+COUNTS = 0.02
+"""The share of an even part of all squares from which on a product's error counts."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,9 @@ def plan_region(
     """Plan what was traced for inputs that lie as ``tensors`` do. ``traced`` is rewritten in place.
 
     Where a product has several plans, or several layouts, all are timed in their place in the whole region. Where the
-    errors of all together are too large, those plans whose own are the largest give way to more exact ones, and so on.
-    ``tell`` shows how far the timing is.
+    errors of all together are too large, more exact plans are asked for, and the sum of the squares of the plans' own
+    errors gets a limit: errors of layers add up as independent ones do. Within it the fastest are chosen, and so on
+    until the whole is exact enough. ``tell`` shows how far the timing is.
 
     Raises :class:`Untraceable` where a part cannot be a step, or nothing is planned.
     """
@@ -109,14 +114,14 @@ def plan_region(
         region.time_in_place(times, weights, tell)
     most, rounds = math.inf, 0
     while True:
-        choice = region.choose(times)
-        while region.drop_refused(choice, source, most):
-            choice = region.choose(times)
+        choice = region.choose(times, most=most)
+        while region.settle(choice, source):
+            choice = region.choose(times, most=most)
         planned = region.planned(choice, weights, fused)
         excess = judge(planned.program)
         if excess <= 1.0 or rounds == MOST_ROUNDS:
             return planned
-        most = region.largest_error(choice, source) / min(max(excess, LEAST_STEP), MOST_STEP)
+        most = region.add_exact(choice, source) / min(max(excess, LEAST_STEP), MOST_STEP) ** 2
         rounds += 1
 
 
@@ -157,39 +162,55 @@ class _Region:
 
         self._ways = timed_in_place(self._units, self._ways, tensors, built, tell)
 
-    def drop_refused(self, choice: Choice, source: Plans, most: float) -> bool:
-        """Take away the ways of a choice whose plans must not be used, or have an error above ``most``.
+    def settle(self, choice: Choice, source: Plans) -> bool:
+        """Take away the ways of a choice whose plans must not be used, and note the errors of others.
 
-        In place of the latter comes the fastest plan that is exact enough. The last way of a part stays. Returns
-        whether any was taken away.
+        The last way of a part stays. Returns whether anything changed, so that another choice may be better.
         """
-        dropped = False
+        changed = False
         for part, index in enumerate(choice.ways):
-            way = self._ways[part][index]
+            ways = self._ways[part]
+            way = ways[index]
             if not isinstance(way.what, Planned):
                 continue
-            problem, plan = way.what.product.problem, way.what.plan
-            error = source.error(problem, plan)
-            if error is not None and error <= most:
+            error = source.error(way.what.product.problem, way.what.plan)
+            if error is None and len(ways) == 1:
                 continue
-            others = [other for i, other in enumerate(self._ways[part]) if i != index]
-            if error is not None and (exact := source.more_exact(problem, most)) is not None:
-                # In its place it takes as much less than by itself as the other does.
-                new = replace(way, ms=way.ms * exact.time_ms / plan.time_ms, what=replace(way.what, plan=exact))
-                others += [new] if all(other.what != new.what for other in others) else []
-            if others:
-                self._ways[part] = tuple(others)
-                dropped = True
-        return dropped
+            known = () if error is None else (replace(way, error=error),)
+            if known != (way,):
+                self._ways[part] = (*ways[:index], *known, *ways[index + 1 :])
+                changed = True
+        return changed
 
-    def largest_error(self, choice: Choice, source: Plans) -> float:
-        """The largest error of a plan of a choice."""
-        chosen = (ways[index].what for ways, index in zip(self._ways, choice.ways, strict=True))
-        errors = [source.error(w.product.problem, w.plan) for w in chosen if isinstance(w, Planned)]
-        return max((error for error in errors if error is not None), default=0.0)
+    def add_exact(self, choice: Choice, source: Plans) -> float:
+        """Add more exact ways to parts whose errors count; returns the sum of the squares of a choice's errors.
 
-    def choose(self, times: Times, allowed: Sequence[Sequence[int]] | None = None) -> Choice:
-        """The ways with the least time together, of those that are ``allowed``, by index."""
+        A plan that takes another's place takes as much more time there as by itself.
+        """
+        chosen = [self._ways[part][index] for part, index in enumerate(choice.ways)]
+        squares = sum(way.error**2 for way in chosen)
+        products = [part for part, way in enumerate(chosen) if isinstance(way.what, Planned)]
+        for part in products:
+            way = chosen[part]
+            assert isinstance(way.what, Planned)
+            if way.error**2 * len(products) < COUNTS * squares:
+                continue
+            problem, plan = way.what.product.problem, way.what.plan
+            for factor in EXACT:
+                exact = source.more_exact(problem, way.error / factor)
+                if exact is None or exact.error is None:
+                    continue
+                ms = way.ms * exact.time_ms / plan.time_ms
+                new = replace(way, ms=ms, what=replace(way.what, plan=exact), error=exact.error.l2)
+                if all(other.what != new.what for other in self._ways[part]):
+                    self._ways[part] += (new,)
+        return squares
+
+    def choose(self, times: Times, allowed: Sequence[Sequence[int]] | None = None, most: float = math.inf) -> Choice:
+        """The ways with the least time together, of those that are ``allowed``, by index.
+
+        The squares of their errors sum up to ``most`` or less.
+        """
         given = {
             node: normal(tensor.shape, tensor.stride()) for node, tensor in zip(self._given, self._tensors, strict=True)
         }
@@ -202,12 +223,12 @@ class _Region:
                 Part(
                     tuple(unit.inputs[index] for index in reads),
                     unit.node,
-                    tuple(Way(tuple(way.reads[i] for i in reads), way.gives, way.ms) for way in ways),
+                    tuple(Way(tuple(way.reads[i] for i in reads), way.gives, way.ms, error=way.error) for way in ways),
                 )
             )
         for number, (node, strides) in enumerate(self._results):
             parts.append(Part((node,), ("result", number), (Way((strides,), strides, 0.0),)))
-        found = choose_ways(parts, given, lambda node: times.conversion(value_of(node)))  # type: ignore[arg-type]
+        found = choose_ways(parts, given, lambda node: times.conversion(value_of(node)), most)  # type: ignore[arg-type]
         taken = tuple(indices[index] for indices, index in zip(allowed, found.ways, strict=False))
         return replace(found, ways=taken)
 

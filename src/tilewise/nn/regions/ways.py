@@ -120,7 +120,8 @@ def _products(
             reads[-1] = product.gives
         for plan in plans.get(product.problem, ()):
             if math.isfinite(plan.time_ms):
-                yield Way(tuple(reads), product.gives, plan.time_ms, Planned(product, plan))
+                error = 0.0 if plan.error is None else plan.error.l2  # of one that was not checked yet: if it is chosen
+                yield Way(tuple(reads), product.gives, plan.time_ms, Planned(product, plan), error)
 
 
 def _by_torch(unit: Unit, known: Mapping[fx.Node, set[Strides]], times: Times) -> Way:
