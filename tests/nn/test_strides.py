@@ -137,8 +137,10 @@ def layers(draw: st.DrawFn, device: str = "cpu") -> Layer:
     # Every one has a result.
     sizes = [max(n, r) for n, r in zip(sizes, reach, strict=True)] if not transposed else sizes
     padding = [p if r > 2 * p else 0 for p, r in zip(padding, reach, strict=True)] if transposed else padding
-    weight = [into * groups, outof, *kernel] if transposed else [outof * groups, into, *kernel]
     dtype = draw(st.sampled_from(DTYPES))
+    if transposed and dtype is torch.bfloat16:  # oneDNN crashes where a tap of these meets nothing but padding
+        padding = [p if d == 1 else 0 for p, d in zip(padding, dilation, strict=True)]
+    weight = [into * groups, outof, *kernel] if transposed else [outof * groups, into, *kernel]
     torch.manual_seed(draw(st.integers(0, 9)))
     x = formed(draw, [draw(st.sampled_from((1, 2, 4))), into * groups, *sizes], dtype, device)
     w = formed(draw, weight, dtype, device)

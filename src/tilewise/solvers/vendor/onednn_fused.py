@@ -33,8 +33,9 @@ POINTWISE = {
 Those that cut numbers off are not among them (ReLU, ReLU6, hardsigmoid, clamp): oneDNN makes a bound of a NaN, which
 torch keeps.
 """
-CHANNELS = 16
-"""Channels of the largest blocks in which oneDNN keeps tensors."""
+CHANNELS = {4: 16, 2: 32}
+"""Channels of the largest blocks in which oneDNN keeps tensors, by the bytes of a number: with matrix units for 16 bits
+they are twice as many."""
 FILTERS = ("blocked", "plain")
 """What a config's ``filter`` may be: put into oneDNN's own layout once, or as it is given."""
 OPERATORS = ("_convolution_pointwise", "_reorder_convolution_weight", "_nbytes")
@@ -114,10 +115,12 @@ class OneDNNFused(ConvSolver):
 def _in_blocks(p: ConvProblem, role: str) -> int:
     """Bytes of a tensor in blocks of channels; of a filter these are its outputs and inputs."""
     first, channels, *space = p.shape(role)
-    blocks = -(-channels // CHANNELS) * CHANNELS
+    size = p.torch_dtype(role).itemsize
+    block = CHANNELS[size]
+    blocks = -(-channels // block) * block
     if role == "w":
-        first = -(-first // CHANNELS) * CHANNELS
-    return first * blocks * math.prod(space) * p.torch_dtype(role).itemsize
+        first = -(-first // block) * block
+    return first * blocks * math.prod(space) * size
 
 
 def _run(p: ConvProblem, *, is_blocked: bool) -> Run:
