@@ -121,7 +121,10 @@ def plan_region(
         excess = judge(planned.program)
         if excess <= 1.0 or rounds == MOST_ROUNDS:
             return planned
-        most = region.add_exact(choice, source) / min(max(excess, LEAST_STEP), MOST_STEP) ** 2
+        squares = region.squares(choice)
+        if not rounds:  # each plan that is asked for is a search
+            region.add_exact(choice, source, squares)
+        most = squares / min(max(excess, LEAST_STEP), MOST_STEP) ** 2
         rounds += 1
 
 
@@ -182,13 +185,16 @@ class _Region:
                 changed = True
         return changed
 
-    def add_exact(self, choice: Choice, source: Plans) -> float:
-        """Add more exact ways to parts whose errors count; returns the sum of the squares of a choice's errors.
+    def squares(self, choice: Choice) -> float:
+        """The sum of the squares of a choice's errors."""
+        return sum(self._ways[part][index].error ** 2 for part, index in enumerate(choice.ways))
+
+    def add_exact(self, choice: Choice, source: Plans, squares: float) -> None:
+        """Add more exact ways to those parts of a choice whose errors count among its ``squares``.
 
         A plan that takes another's place takes as much more time there as by itself.
         """
         chosen = [self._ways[part][index] for part, index in enumerate(choice.ways)]
-        squares = sum(way.error**2 for way in chosen)
         products = [part for part, way in enumerate(chosen) if isinstance(way.what, Planned)]
         for part in products:
             way = chosen[part]
@@ -204,7 +210,6 @@ class _Region:
                 new = replace(way, ms=ms, what=replace(way.what, plan=exact), error=exact.error.l2)
                 if all(other.what != new.what for other in self._ways[part]):
                     self._ways[part] += (new,)
-        return squares
 
     def choose(self, times: Times, allowed: Sequence[Sequence[int]] | None = None, most: float = math.inf) -> Choice:
         """The ways with the least time together, of those that are ``allowed``, by index.
