@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import tilewise
 from tilewise import solvers
+from tilewise.nn.regions import choose
 from tilewise.nn.regions.forward import regional_of
 from tilewise.planner import Planner
 from tilewise.problems.conv.problem import ConvProblem
@@ -166,7 +167,8 @@ def test_the_report_says_that_layers_run_in_the_region() -> None:
     assert "operators fused into others" in told
 
 
-def test_where_one_of_the_examples_is_not_kept_none_is_and_the_report_says_so() -> None:
+def test_where_one_of_the_examples_is_not_kept_none_is_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "LEAST_SPEEDUP", 0.0)  # which side of so small a network is faster is not asked
     torch.manual_seed(7)
     model, x = Network().eval(), numbers(2, 3, 9, 7)
     overflows = {"x": x * 1e30, "scale": 1e38}  # finite in float64 alone
