@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tilewise.nn.programs.program import Program
 from tilewise.nn.programs.slots import Operator, Place, Slot, Step
 
 aten = torch.ops.aten
@@ -135,3 +138,14 @@ def separately(slots: list[Slot], steps: list[Step], inputs: list[int], outputs:
         else:
             step.call()(*read, value(step.output))
     return tuple(value(index).clone() for index in outputs)
+
+
+def assert_native(program: Program, given: Sequence[Tensor], wanted: Tensor) -> None:
+    """All steps run in native code, with the same bits, and are timed there; skipped where it cannot be had."""
+    if program.use_native():
+        pytest.skip(program.why_not_native)
+    assert program.native is not None
+    assert not program.native.in_python
+    for _ in range(3):
+        assert torch.equal(program(*given), wanted)
+    assert all(ms > 0 for ms in program.step_ms(given, 3))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.nn.programs.programs import assert_native
 
 from tilewise.nn.programs import pixels
 from tilewise.nn.programs.joined import Joined
@@ -77,10 +78,4 @@ def test_a_program_launches_it_from_native_code_with_one_input_twice() -> None:
     program = Program(slots, [Step("norm", (0, 1, 0, 2, 3), 4, run=call)], [0, 1, 2, 3], [4])
     wanted = program(*given)
     torch.testing.assert_close(wanted.double(), in_float64(call, [one, two, one, *rest]), rtol=1e-5, atol=1e-6)
-    if program.use_native():
-        pytest.skip(program.why_not_native)
-    assert program.native is not None
-    assert not program.native.in_python
-    for _ in range(3):
-        assert torch.equal(program(*given), wanted)
-    assert all(ms > 0 for ms in program.step_ms(given, 3))
+    assert_native(program, given, wanted)

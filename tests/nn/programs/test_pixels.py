@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.nn.programs.programs import assert_native
 
 from tilewise.nn.programs import pixels
 from tilewise.nn.programs.pixels import Pixels
@@ -68,10 +69,4 @@ def test_a_program_launches_it_from_native_code(name: str) -> None:
     program = Program(slots, [Step("gate", tuple(inputs), len(inputs), run=call)], inputs, [len(inputs)])
     given = [made(s, i) for i, s in enumerate(call.shapes[:-1])]
     wanted = program(*given)
-    if program.use_native():
-        pytest.skip(program.why_not_native)
-    assert program.native is not None
-    assert not program.native.in_python
-    for _ in range(3):
-        assert torch.equal(program(*given), wanted)
-    assert all(ms > 0 for ms in program.step_ms(given, 3))
+    assert_native(program, given, wanted)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.nn.programs.joined import Joined
-from tilewise.nn.programs.pixels import MOST_PIXELS, Pixels
+from tilewise.nn.programs.pixels import MOST_PIXELS, KernelCall, Pixels
 from tilewise.nn.programs.slots import Place
 from tilewise.nn.regions.units import Strides, Unit, formats, value_of
 from tilewise.solvers.base import SolverUnavailable
@@ -26,14 +26,8 @@ def pixel_ways(unit: Unit) -> Iterator[tuple[Pixels, tuple[Strides, ...], Stride
     if any(t.dtype is not torch.float32 or t.dim() != 4 or not t.numel() or t.device.type != "cpu" for t in values):
         return
     found = _call(unit, values)
-    if found is None:
-        return
-    try:
-        found.words()
-    except SolverUnavailable:  # no Numba, or none of its kernels: torch computes it
-        return
-    *reads, gives = (formats(shape)[-1] for shape in found.shapes)
-    yield found, tuple(reads), gives
+    if found is not None and _is_there(found):
+        yield found, *_formats(found)
 
 
 def join_ways(unit: Unit) -> Iterator[tuple[Joined, tuple[Strides, ...], Strides]]:
@@ -44,12 +38,23 @@ def join_ways(unit: Unit) -> Iterator[tuple[Joined, tuple[Strides, ...], Strides
     images, _, height, width = unit.value.shape
     channels = tuple(value_of(node).shape[1] for node in parts)
     found = Joined(images, channels, height, width, str(unit.node.args[3]))
+    if _is_there(found):
+        yield found, *_formats(found)
+
+
+def _is_there(call: KernelCall) -> bool:
+    """Whether a call's kernel can be had: without Numba torch computes the part."""
     try:
-        found.words()
+        call.words()
     except SolverUnavailable:
-        return
-    *reads, gives = (formats(shape)[-1] for shape in found.shapes)
-    yield found, tuple(reads), gives
+        return False
+    return True
+
+
+def _formats(call: KernelCall) -> tuple[tuple[Strides, ...], Strides]:
+    """The formats of a call's operands, and that of its result."""
+    *reads, gives = (formats(shape)[-1] for shape in call.shapes)
+    return tuple(reads), gives
 
 
 def _call(unit: Unit, values: list[Tensor]) -> Pixels | None:

@@ -43,20 +43,22 @@ def _joined(graph: fx.Graph, node: fx.Node, norm: fx.Node, constant: set[fx.Node
     for each in found:
         each.meta["val"] = value.new_empty(value.shape[1])
     parts = _parts(x, norm, constant)
-    name, last = "none", node
-    (reader, *others) = node.users
-    if not others and reader.op == "call_function":
-        name = activation_of(reader) or "none"
-        result = tensor_of(reader)
-        if name != "none" and reader.args[0] is node and result is not None and result.dtype is value.dtype:
-            last = reader
-        else:
-            name = "none"
+    last = _activation_behind(node) or node
+    name = "none" if last is node else activation_of(last)
     with graph.inserting_before(last):
         new = graph.call_function(fused.joined, (parts, *found, name))
     new.meta.update(last.meta)
     last.replace_all_uses_with(new)
     return 1 + (last is not node) + (len(parts) > 1)
+
+
+def _activation_behind(node: fx.Node) -> fx.Node | None:
+    """The activation that alone reads a node and keeps its dtype; ``None`` where there is none."""
+    (reader, *others) = node.users
+    if others or reader.op != "call_function" or not activation_of(reader) or reader.args[0] is not node:
+        return None
+    value, result = tensor_of(node), tensor_of(reader)
+    return reader if value is not None and result is not None and result.dtype is value.dtype else None
 
 
 def _parts(x: fx.Node, norm: fx.Node, constant: set[fx.Node]) -> tuple[Any, ...]:

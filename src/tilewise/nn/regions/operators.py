@@ -37,7 +37,7 @@ def constants_of(graph: fx.Graph) -> set[fx.Node]:
 
 def norm_constants(graph: fx.Graph, norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Nodes of a norm's factor and summand a channel; ``None`` where they depend on the input or the batch."""
-    x, weight, bias, mean, variance = norm.args[:5]
+    weight, bias, mean, variance = norm.args[1:5]
     place = NORMS[norm.target]  # type: ignore[index]
     eps = norm.args[-1]
     if place is not None and norm.args[place] is not False:
@@ -45,11 +45,9 @@ def norm_constants(graph: fx.Graph, norm: fx.Node) -> tuple[fx.Node, fx.Node] | 
     constant = constants_of(graph)
     if any(t is not None and t not in constant for t in (weight, bias)) or not {mean, variance} <= constant:
         return None
-    at = x if isinstance(x, fx.Node) else norm
     with graph.inserting_before(norm):
         scale = graph.call_function(fused.norm_scale, (weight, variance, eps))
         shift = graph.call_function(fused.norm_shift, (scale, bias, mean))
-    assert at is not None
     return scale, shift
 
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from tilewise.machine.turns import pause
+from tilewise.nn.programs.pixels import KernelCall
 from tilewise.nn.programs.slots import Operator, Place
 from tilewise.nn.regions.fused import Call
 from tilewise.nn.regions.gates import join_ways, pixel_ways
@@ -96,7 +97,7 @@ def ways_of(
     elif unit.kind == JOINED:
         found = list(_joined(unit, times))
     else:
-        found = [*_by_pixels(unit, times), *_operators(unit, known, times)]
+        found = [*_by_kernels(pixel_ways(unit), times), *_operators(unit, known, times)]
     if not found:
         raise Untraceable(f"{unit.overload or unit.name} cannot be run by itself")
     return tuple(found)
@@ -182,9 +183,9 @@ def _operators(unit: Unit, known: Mapping[fx.Node, set[Strides]], times: Times) 
         yield Way(combination, gives, times.of(key, run), operator)
 
 
-def _by_pixels(unit: Unit, times: Times) -> Iterator[Way]:
-    """The way of a part that a kernel of ours over pixels computes."""
-    for call, reads, gives in pixel_ways(unit):
+def _by_kernels(found: Iterable[tuple[KernelCall, tuple[Strides, ...], Strides]], times: Times) -> Iterator[Way]:
+    """The ways of a part by kernels of ours: each call with the formats that it reads and the one it gives."""
+    for call, reads, gives in found:
         tensors = [
             example(shape, strides, torch.float32) for shape, strides in zip(call.shapes, (*reads, gives), strict=True)
         ]
@@ -208,12 +209,7 @@ def _joined(unit: Unit, times: Times) -> Iterator[Way]:
         key = run.function, activation, tuple((tuple(t.shape), t.stride()) for t in tensors)
         gives = normal(result.shape, result.stride())
         yield Way((*reads, (1,), (1,)), gives, times.of(key, functools.partial(run, *tensors)), run)
-    for call, own_reads, gives in join_ways(unit):
-        tensors = [
-            example(shape, strides, torch.float32)
-            for shape, strides in zip(call.shapes, (*own_reads, gives), strict=True)
-        ]
-        yield Way(own_reads, gives, times.of(call, functools.partial(call, *tensors)), call)
+    yield from _by_kernels(join_ways(unit), times)
 
 
 def _combinations(unit: Unit, known: Mapping[fx.Node, set[Strides]]) -> list[tuple[Strides, ...]]:
