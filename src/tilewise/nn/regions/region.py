@@ -122,6 +122,8 @@ def plan_region(
         if excess <= 1.0 or rounds == MOST_ROUNDS:
             return planned
         squares = region.squares(choice)
+        if not squares:  # no plan is what errs
+            return planned
         if not rounds:  # each plan that is asked for is a search
             region.add_exact(choice, source, squares)
         most = squares / min(max(excess, LEAST_STEP), MOST_STEP) ** 2
@@ -199,7 +201,7 @@ class _Region:
         for part in products:
             way = chosen[part]
             assert isinstance(way.what, Planned)
-            if way.error**2 * len(products) < COUNTS * squares:
+            if not way.error or way.error**2 * len(products) < COUNTS * squares:
                 continue
             problem, plan = way.what.product.problem, way.what.plan
             for factor in EXACT:
