@@ -1,4 +1,7 @@
 // Unchanged: whether tensors lie where they lay, as they were, and dictionaries hold what they held.
+//
+// A network has hundreds of tensors, and a call of it drives them out of the caches. So what is compared later is asked
+// for ahead, and what is compared with lies in one piece of memory.
 
 #pragma once
 
@@ -8,16 +11,19 @@
 
 namespace {
 
+constexpr size_t AHEAD = 12; // entries between what is asked for and what is compared
+
 // A tensor as it was: its memory, shape, type, and how operators on it are dispatched in this thread's state.
 struct Lying {
   THPObjectPtr object;
   PyTypeObject* type;
   const void* data;
   uint64_t keys;
-  at::ScalarType dtype;
-  Ints shape, strides;
-  bool needs_gradient;
+  size_t first; // where its sizes begin among those of all, which its strides follow
   int64_t version; // -1 for one without a counter
+  uint32_t dims;
+  at::ScalarType dtype;
+  bool needs_gradient;
 
   static uint64_t keys_of(const Tensor& t) {
     const c10::impl::LocalDispatchKeySet state = c10::impl::tls_local_dispatch_key_set();
@@ -26,21 +32,32 @@ struct Lying {
   static int64_t version_of(const Tensor& t) {
     return t.is_inference() ? -1 : static_cast<int64_t>(t._version());
   }
-  explicit Lying(PyObject* given) : object(Py_NewRef(given)), type(Py_TYPE(given)) {
+  Lying(PyObject* given, Ints& sizes) : object(Py_NewRef(given)), type(Py_TYPE(given)), first(sizes.size()) {
     TORCH_CHECK_TYPE(THPVariable_Check(given), "a ", type->tp_name, " is given: a tensor would do");
     const Tensor& t = THPVariable_Unpack(given);
     TORCH_CHECK_TYPE(t.layout() == at::kStrided, "a tensor that is not strided is given");
     data = t.const_data_ptr();
     keys = keys_of(t);
     dtype = t.scalar_type();
-    shape = t.sizes().vec();
-    strides = t.strides().vec();
+    dims = static_cast<uint32_t>(t.dim());
+    sizes.insert(sizes.end(), t.sizes().begin(), t.sizes().end());
+    sizes.insert(sizes.end(), t.strides().begin(), t.strides().end());
     needs_gradient = t.requires_grad();
     version = version_of(t);
   }
-  bool lies() {
+  bool lies(const Ints& sizes) {
     const Tensor& t = THPVariable_Unpack(object.get());
-    return Py_TYPE(object.get()) == type && t.const_data_ptr() == data && keys_of(t) == keys && t.scalar_type() == dtype && t.sizes() == at::IntArrayRef(shape) && t.strides() == at::IntArrayRef(strides) && t.requires_grad() == needs_gradient;
+    const at::IntArrayRef shape(sizes.data() + first, dims), strides(sizes.data() + first + dims, dims);
+    return Py_TYPE(object.get()) == type && t.const_data_ptr() == data && keys_of(t) == keys && t.scalar_type() == dtype && t.sizes() == shape && t.strides() == strides && t.requires_grad() == needs_gradient;
+  }
+  void ask() {
+    __builtin_prefetch(object.get());
+  }
+  // Of an object that was asked for before.
+  void ask_within() {
+    const char* within = reinterpret_cast<const char*>(THPVariable_Unpack(object.get()).unsafeGetTensorImpl());
+    for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64)
+      __builtin_prefetch(within + line);
   }
   bool same_version() {
     return version_of(THPVariable_Unpack(object.get())) == version;
@@ -66,6 +83,7 @@ struct Counted {
 };
 
 struct Noted {
+  Ints sizes;
   std::vector<Lying> tensors;
   std::vector<Counted> dicts;
 };
@@ -82,7 +100,7 @@ PyObject* unchanged_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     return nullptr;
   auto noted = std::make_unique<Noted>();
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++)
-    noted->tensors.emplace_back(PyTuple_GET_ITEM(tensors, i));
+    noted->tensors.emplace_back(PyTuple_GET_ITEM(tensors, i), noted->sizes);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dicts); i++)
     noted->dicts.emplace_back(PyTuple_GET_ITEM(dicts, i));
   Unchanged* self = reinterpret_cast<Unchanged*>(type->tp_alloc(type, 0));
@@ -96,11 +114,26 @@ PyObject* unchanged_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
 PyObject* unchanged_holds(PyObject* object, PyObject*) {
   HANDLE_TH_ERRORS
   Noted* noted = reinterpret_cast<Unchanged*>(object)->noted;
+  std::vector<Counted>& dicts = noted->dicts;
+  std::vector<Lying>& tensors = noted->tensors;
+  const size_t count = dicts.size(), total = tensors.size();
+  for (size_t i = 0; i < count && i < AHEAD; i++)
+    __builtin_prefetch(dicts[i].object.get());
   bool holds = true;
-  for (size_t i = 0; holds && i < noted->dicts.size(); i++)
-    holds = Counted::version_of(noted->dicts[i].object.get()) == noted->dicts[i].version;
-  for (size_t i = 0; holds && i < noted->tensors.size(); i++)
-    holds = noted->tensors[i].lies();
+  for (size_t i = 0; holds && i < count; i++) {
+    if (i + AHEAD < count)
+      __builtin_prefetch(dicts[i + AHEAD].object.get());
+    holds = Counted::version_of(dicts[i].object.get()) == dicts[i].version;
+  }
+  for (size_t i = 0; i < total && i < 2 * AHEAD; i++)
+    tensors[i].ask();
+  for (size_t i = 0; holds && i < total; i++) {
+    if (i + 2 * AHEAD < total)
+      tensors[i + 2 * AHEAD].ask();
+    if (i + AHEAD < total)
+      tensors[i + AHEAD].ask_within();
+    holds = tensors[i].lies(noted->sizes);
+  }
   return PyBool_FromLong(holds);
   END_HANDLE_TH_ERRORS
 }
