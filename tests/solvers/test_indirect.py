@@ -95,6 +95,25 @@ def test_what_follows_is_done_as_it_writes(activation: str) -> None:
     check_followed(SOLVER, p, c, BOUND)
 
 
+@pytest.mark.parametrize("lanes", sorted({4, LANES}))
+@pytest.mark.parametrize("channels", [2, 3, 4, 11])
+@pytest.mark.parametrize("sides", [(1, 1), (-1, -2), (0, 5)], ids=["padded", "cropped", "one side"])
+def test_an_image_may_lie_channel_by_channel(channels: int, sides: tuple[int, int], lanes: int) -> None:
+    """Rows of three channels are interleaved by vectors, others number by number; nothing beside them is read."""
+    p = layer(2, channels, 21, Axis(12, 3, 2, 1, 1, 1), Axis(41, 3, 2, 1, *sides))
+    p = replace(p, layouts=("contiguous", *LAST[1:]))
+    assert not SOLVER.why_not(p)
+    a, b = make_operands(p, 2)
+    want = p.reference(a, b)
+    walled = torch.full((a.numel() + 128,), float("nan"), dtype=torch.float32, device="cpu")
+    image = walled[64 : 64 + a.numel()].view(a.shape)
+    image.copy_(a)
+    for c in SOLVER.configs(p):
+        c = changed(c, lanes=lanes, vectors=2, rows=5, panel_parts=1)
+        got = run_poisoned(SOLVER, p, c, image, b, make_result(p))
+        assert float((got.double() - want).norm() / want.norm()) <= BOUND, c
+
+
 def test_several_callers_at_once() -> None:
     p = replace(LAYERS[1], constant_weight=False)
     a, b = make_operands(p)
@@ -108,6 +127,14 @@ def test_several_callers_at_once() -> None:
             return result
 
         assert all(torch.equal(got, want) for got in at_once(call, 4, 5))
+
+
+def test_limits_of_images_by_channels() -> None:
+    many = replace(LAYERS[1], layouts=("contiguous", *LAST[1:]))
+    wide = replace(LAYERS[4], in_channels=17, layouts=("contiguous", *LAST[1:]))
+    grouped = replace(LAYERS[3], layouts=("contiguous", *LAST[1:]))
+    for p in (many, wide, grouped):
+        assert SOLVER.why_not(p) == ["takes x with channels innermost, not contiguous: channels_last would do"]
 
 
 def test_limits_are_stated() -> None:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 def compiled_elsewhere(load: Callable[P, T]) -> Callable[P, T]:
     """A decorator of a function that loads a kernel: where a program goes on beside it, another process compiles.
 
-    The function is one of ``tilewise.kernels.cpu.compiling``, and its arguments are numbers and tuples of them. Where
+    The function is one that :data:`PROGRAM` knows, and its arguments are numbers and tuples of them. Where
     the process fails, the function compiles by itself, and so raises the reason. Machine code is read from disk, and
     Numba imported, beside the program.
     """

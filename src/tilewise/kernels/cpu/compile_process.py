@@ -1,7 +1,7 @@
 """A process that compiles one kernel for a CPU and leaves it on disk.
 
-Run as ``python -m tilewise.kernels.cpu.compile_process NAME ARGUMENTS``: a function of ``compiling.py`` that loads a
-kernel, and its arguments as JSON.
+Run as ``python -m tilewise.kernels.cpu.compile_process NAME ARGUMENTS``: a function that loads a kernel, of
+``compiling.py`` or ``channels_last/compiling.py``, and its arguments as JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from tilewise.kernels.cpu import compiling
+from tilewise.kernels.cpu.channels_last import compiling as channels_last
 
 __all__ = ["main"]
 
@@ -25,10 +26,15 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.nice(NICE)
     name, arguments = sys.argv[1:]
-    loads = [each for each in compiling.__all__ if each.startswith("load")]
+    loads = {
+        each: getattr(module, each)
+        for module in (compiling, channels_last)
+        for each in module.__all__
+        if each.startswith("load")
+    }
     if name not in loads:
         raise SystemExit(f"{name!r}: one of {', '.join(loads)} would do")
-    getattr(compiling, name)(*_tuples(json.loads(arguments)))
+    loads[name](*_tuples(json.loads(arguments)))
 
 
 def _tuples(value: Any) -> Any:

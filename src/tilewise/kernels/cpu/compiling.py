@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 
 from tilewise.kernels.building.elsewhere import compiled_elsewhere
 from tilewise.kernels.building.objects import Code, address, undefined
-from tilewise.kernels.cpu.channels_last.told import word_of
 
 __all__ = [
-    "DirectKernel", "Kernel", "load", "load_custom", "load_depthwise_last", "load_direct", "load_fused_lowering",
-    "load_indirect", "load_joined", "load_lrn", "load_pixels", "load_pooling", "load_recurrent", "load_thin",
-    "load_winograd", "load_winograd_last",
+    "LOCK", "DirectKernel", "Kernel", "Made", "address_of", "load", "load_custom", "load_direct", "load_fused_lowering",
+    "load_lrn", "load_pooling", "load_recurrent", "load_thin", "load_winograd", "sandwiches_of", "words_of",
 ]  # fmt: skip
 
 LOCK = threading.Lock()
+"""Held while kernels are compiled."""
 
 
 class Kernel(NamedTuple):
@@ -43,7 +42,7 @@ Made = tuple[Any, int]
 """A function for Numba and the number of its integer arguments; 0 where its argument is an address of integers."""
 
 
-def _compiled(name: str, make: Callable[[], Made]) -> int:
+def address_of(name: str, make: Callable[[], Made]) -> int:
     """The address of the compiled function that ``make`` returns; ``name`` tells it from others in the cache."""
 
     def code() -> Code:
@@ -58,7 +57,7 @@ def _compiled(name: str, make: Callable[[], Made]) -> int:
     return address(name, code)
 
 
-def _words(*arguments: Any) -> str:
+def words_of(*arguments: Any) -> str:
     """The name of a function that was made with ``arguments``."""
     return "_".join(map(str, arguments))
 
@@ -72,13 +71,13 @@ def _winograd(lanes: int) -> int:
 
         return winograd(lanes), 0
 
-    return _compiled(_words("winograd", lanes), make)
+    return address_of(words_of("winograd", lanes), make)
 
 
 @functools.cache
-def _sandwiches(lanes: int, name: str, rows: tuple[int, int], columns: tuple[int, int], back: bool) -> int:
+def sandwiches_of(lanes: int, name: str, rows: tuple[int, int], columns: tuple[int, int], back: bool) -> int:
     """The address of the transform ``name`` of planes; with ``back`` by the transposed matrices."""
-    words = _words(name, *rows, *columns, "back" if back else "to")
+    words = words_of(name, *rows, *columns, "back" if back else "to")
 
     def make() -> Made:
         from tilewise.kernels.cook_toom import transforms, turned
@@ -87,7 +86,7 @@ def _sandwiches(lanes: int, name: str, rows: tuple[int, int], columns: tuple[int
         left, right = (getattr(transforms(*axis), name) for axis in (rows, columns))
         return sandwiches(lanes, words, *((turned(left), turned(right)) if back else (left, right))), 9
 
-    return _compiled(_words("sandwiches", lanes, words), make)
+    return address_of(words_of("sandwiches", lanes, words), make)
 
 
 @functools.cache
@@ -99,7 +98,7 @@ def _products(lanes: int, vectors: int, rows: int) -> int:
 
         return products(lanes, vectors, rows), 8
 
-    return _compiled(_words("products", lanes, vectors, rows), make)
+    return address_of(words_of("products", lanes, vectors, rows), make)
 
 
 @compiled_elsewhere
@@ -116,8 +115,8 @@ def load_winograd(
     depth, height, width = zip(m, r, strict=True)
     kinds = (("input", False), (there, False), (back, True))
     with LOCK:
-        addresses = [_winograd(lanes), *(_sandwiches(lanes, name, height, width, turn) for name, turn in kinds)]
-        addresses += [_sandwiches(lanes, name, depth, (1, 1), turn) if depth != (1, 1) else 0 for name, turn in kinds]
+        addresses = [_winograd(lanes), *(sandwiches_of(lanes, name, height, width, turn) for name, turn in kinds)]
+        addresses += [sandwiches_of(lanes, name, depth, (1, 1), turn) if depth != (1, 1) else 0 for name, turn in kinds]
         return *addresses, _products(lanes, vectors, rows)
 
 
@@ -130,7 +129,7 @@ def _fused_lowering() -> int:
 
         return fused_lowering(), 0
 
-    return _compiled("fused_lowering", make)
+    return address_of("fused_lowering", make)
 
 
 @functools.cache
@@ -142,7 +141,7 @@ def _pieces(lanes: int) -> int:
 
         return pieces(lanes), 11
 
-    return _compiled(_words("pieces", lanes), make)
+    return address_of(words_of("pieces", lanes), make)
 
 
 @functools.cache
@@ -156,7 +155,7 @@ def _sums_of_products(lanes: int, vectors: int, rows: int, gradient: bool) -> in
             return correlations.gradients(lanes, vectors, rows), 10
         return correlations.correlations(lanes, vectors, rows), 8
 
-    return _compiled(_words("gradients" if gradient else "correlations", lanes, vectors, rows), make)
+    return address_of(words_of("gradients" if gradient else "correlations", lanes, vectors, rows), make)
 
 
 @compiled_elsewhere
@@ -164,141 +163,6 @@ def load_fused_lowering(lanes: int, vectors: int, rows: int, gradient: bool) -> 
     """The addresses of the worker of fused lowering, and of the moves and products that it calls."""
     with LOCK:
         return _fused_lowering(), _pieces(lanes), _sums_of_products(lanes, vectors, rows, gradient)
-
-
-@functools.cache
-def _worker_last(lanes: int, name: str) -> int:
-    """The address of a worker for channels that lie innermost, which the function called ``name`` makes."""
-
-    def make() -> Made:
-        from tilewise.kernels.cpu.channels_last import depthwise, indirect, pixels, winograd
-
-        makers = (indirect.indirect, depthwise.depthwise_last, winograd.winograd_last, pixels.means, pixels.scaled)
-        return next(maker for maker in makers if maker.__name__ == name)(lanes), 0
-
-    return _compiled(_words(name, lanes), make)
-
-
-@functools.cache
-def _tile(lanes: int, rows: int, vectors: int, activation: str) -> int:
-    """The address of the products of a tile of pixels."""
-
-    def make() -> Made:
-        from tilewise.kernels.cpu.channels_last.tiles import WORDS, tile
-
-        return tile(lanes, rows, vectors, activation), WORDS
-
-    return _compiled(_words("tile", lanes, rows, vectors, word_of(activation)), make)
-
-
-@compiled_elsewhere
-def load_indirect(lanes: int, rows: int, vectors: tuple[int, int], activation: str) -> tuple[int, int, int]:
-    """The addresses of the worker of indirect convolution and of its tiles, loaded as in :func:`load`.
-
-    Tiles have ``rows`` pixels and as many vectors as are given, for all panels of the filter but the last, and for that
-    one. ``activation`` is what they apply as they write.
-    """
-    with LOCK:
-        whole, last = (_tile(lanes, rows, count, activation) for count in vectors)
-        return _worker_last(lanes, "indirect"), whole, last
-
-
-@functools.cache
-def _line_tile(lanes: int, rows: int, vectors: int, line: tuple[int, int, int], activation: str, ragged: bool) -> int:
-    """The address of the sums of a tile of neighbouring pixels of a depthwise layer."""
-
-    def make() -> Made:
-        from tilewise.kernels.cpu.channels_last.depthwise import line_tile
-        from tilewise.kernels.cpu.channels_last.tiles import WORDS
-
-        return line_tile(lanes, rows, vectors, line, activation, ragged), WORDS
-
-    return _compiled(_words("line_tile", lanes, rows, vectors, *line, word_of(activation), int(ragged)), make)
-
-
-@compiled_elsewhere
-def load_depthwise_last(
-    lanes: int, rows: int, vectors: tuple[int, int], line: tuple[int, int, int], activation: str, ragged: bool
-) -> tuple[int, int, int]:
-    """The addresses of the worker of depthwise convolution with channels innermost and of its tiles.
-
-    Tiles have ``rows`` pixels and as many vectors as are given, for all panels of the channels but the last, and for
-    that one, whose last vector is not whole if ``ragged``. ``line``: taps along a row, stride and dilation.
-    """
-    with LOCK:
-        whole = _line_tile(lanes, rows, vectors[0], line, activation, False)
-        return (
-            _worker_last(lanes, "depthwise_last"),
-            whole,
-            _line_tile(lanes, rows, vectors[1], line, activation, ragged),
-        )
-
-
-@functools.cache
-def _joined(lanes: int, activation: str) -> int:
-    """The address of the worker over images that are joined."""
-
-    def make() -> Made:
-        from tilewise.kernels.cpu.channels_last.joined import joined
-
-        return joined(lanes, activation), 0
-
-    return _compiled(_words("joined", lanes, word_of(activation)), make)
-
-
-@compiled_elsewhere
-def load_joined(lanes: int, activation: str) -> int:
-    """The address of a worker that joins images along channels, scales and shifts them and applies an activation."""
-    with LOCK:
-        return _joined(lanes, activation)
-
-
-@compiled_elsewhere
-def load_pixels(lanes: int, name: str) -> int:
-    """The address of a worker over the pixels of images, ``means`` or ``scaled``."""
-    with LOCK:
-        return _worker_last(lanes, name)
-
-
-@functools.cache
-def _transforms_last(lanes: int, m: tuple[int, int], r: tuple[int, int], activation: str, back: bool) -> int:
-    """The address of the transform of tiles with channels innermost, or with ``back`` of that of their sums."""
-    words = _words(*m, *r)
-
-    def make() -> Made:
-        from tilewise.kernels.cook_toom import transforms, turned
-        from tilewise.kernels.cpu.channels_last import transforms as last
-
-        rows, columns = (transforms(*axis) for axis in zip(m, r, strict=True))
-        if back:
-            matrices = turned(rows.output), turned(columns.output)
-            return last.back(lanes, words, activation, *matrices), last.BACK_WORDS
-        return last.to(lanes, words, rows.input, columns.input), last.TO_WORDS
-
-    return _compiled(_words("transforms_last", lanes, words, word_of(activation), "back" if back else "to"), make)
-
-
-@compiled_elsewhere
-def load_winograd_last(
-    lanes: int, m: tuple[int, int], r: tuple[int, int], rows: int, vectors: tuple[int, int], activation: str
-) -> tuple[int, ...]:
-    """The addresses of the worker of Winograd convolution with channels innermost, and of what it calls.
-
-    Tiles have ``m`` outputs and filters ``r`` taps along height and width. The functions are the transforms of the
-    image, of sums and of filters, then the products of ``rows`` tiles with as many vectors as are given, for all panels
-    of the filter but the last and for that one.
-    """
-    with LOCK:
-        to, back = (_transforms_last(lanes, m, r, activation if way else "none", way) for way in (False, True))
-        height, width = zip(m, r, strict=True)
-        products = (_tile(lanes, rows, count, "none") for count in vectors)
-        return (
-            _worker_last(lanes, "winograd_last"),
-            to,
-            back,
-            _sandwiches(lanes, "filter", height, width, False),
-            *products,
-        )
 
 
 @functools.cache
@@ -310,7 +174,7 @@ def _thin(lanes: int, dots: bool) -> int:
 
         return (thin.thin_dots if dots else thin.thin_outer)(lanes), 0
 
-    return _compiled(_words("thin", lanes, "dots" if dots else "outer"), make)
+    return address_of(words_of("thin", lanes, "dots" if dots else "outer"), make)
 
 
 @functools.cache
@@ -325,7 +189,7 @@ def _thin_block(lanes: int, rows: int, others: int, dots: bool) -> int:
             return by_dots.dots(lanes, rows, others), by_dots.WORDS
         return by_outer.outer(lanes, rows, others), by_outer.WORDS
 
-    return _compiled(_words("dots" if dots else "outer", lanes, rows, others), make)
+    return address_of(words_of("dots" if dots else "outer", lanes, rows, others), make)
 
 
 @compiled_elsewhere
@@ -345,7 +209,7 @@ def _lrn(lanes: int, quarters: int, along: bool, back: bool) -> int:
         return worker(lanes, quarters, along, back), 0
 
     words = "any" if quarters < 0 else quarters, "along" if along else "across", "back" if back else "to"
-    return _compiled(_words("lrn", lanes, *words), make)
+    return address_of(words_of("lrn", lanes, *words), make)
 
 
 @compiled_elsewhere
@@ -367,7 +231,7 @@ def _pooling(lanes: int, op: str, step: int, back: bool, keep: bool) -> int:
 
         return (backward.backward(lanes, op, step) if back else forward.forward(lanes, op, keep, step)), 0
 
-    return _compiled(_words("pooling", lanes, op, step, "back" if back else "keep" if keep else "to"), make)
+    return address_of(words_of("pooling", lanes, op, step, "back" if back else "keep" if keep else "to"), make)
 
 
 @compiled_elsewhere
@@ -390,7 +254,7 @@ def _recurrent(lanes: int, cell: str, back: bool) -> int:
 
         return (steps.backward if back else steps.forward)(lanes, cell), 0
 
-    return _compiled(_words("recurrent", lanes, cell, "back" if back else "to"), make)
+    return address_of(words_of("recurrent", lanes, cell, "back" if back else "to"), make)
 
 
 @functools.cache
@@ -402,7 +266,7 @@ def _recurrent_block(lanes: int, rows: int, vectors: int, add: bool) -> int:
 
         return products.products(lanes, rows, vectors, add), products.WORDS
 
-    return _compiled(_words("recurrent_block", lanes, rows, vectors, "add" if add else "set"), make)
+    return address_of(words_of("recurrent_block", lanes, rows, vectors, "add" if add else "set"), make)
 
 
 @compiled_elsewhere
@@ -427,7 +291,7 @@ def load_custom(lanes: int, cell: Any, back: bool, blocks: tuple[tuple[int, int]
 
     with LOCK:
         parts = [_recurrent_block(lanes, *block, add) for add in (False, True) for block in blocks]
-        return _compiled(_words("recurrent_custom", lanes, cell.name, "back" if back else "to"), make), *parts
+        return address_of(words_of("recurrent_custom", lanes, cell.name, "back" if back else "to"), make), *parts
 
 
 @functools.cache
@@ -450,9 +314,9 @@ def _load(lanes: int) -> Kernel:
         return moves.moves(lanes), 8
 
     return Kernel(
-        _compiled(_words("kernel", lanes), kernel),
-        _compiled(_words("passes", lanes), passes),
-        _compiled(_words("moves", lanes), moves),
+        address_of(words_of("kernel", lanes), kernel),
+        address_of(words_of("passes", lanes), passes),
+        address_of(words_of("moves", lanes), moves),
     )
 
 
@@ -486,9 +350,9 @@ def _load_direct(lanes: int) -> DirectKernel:
         return sums.sums(lanes), sums.WORDS
 
     return DirectKernel(
-        _compiled(_words("direct", lanes), direct),
-        _compiled(_words("rows", lanes), rows),
-        _compiled(_words("sums", lanes), sums),
+        address_of(words_of("direct", lanes), direct),
+        address_of(words_of("rows", lanes), rows),
+        address_of(words_of("sums", lanes), sums),
     )
 
 

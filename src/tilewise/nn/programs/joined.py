@@ -49,7 +49,7 @@ class Joined(KernelCall):
 @functools.lru_cache(maxsize=1024)
 def _words(call: Joined, threads: int) -> tuple[int, np.ndarray, list[int]]:
     """What :meth:`Joined.words` gives for so many threads."""
-    from tilewise.kernels.cpu.compiling import load_joined
+    from tilewise.kernels.cpu.channels_last.compiling import load_joined
 
     lanes = vector_lanes()
     with numba_reasons():

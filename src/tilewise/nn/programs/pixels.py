@@ -93,7 +93,7 @@ class Pixels(KernelCall):
 @functools.lru_cache(maxsize=1024)
 def _words(call: Pixels, threads: int) -> tuple[int, np.ndarray, list[int]]:
     """What :meth:`Pixels.words` gives for so many threads."""
-    from tilewise.kernels.cpu.compiling import load_pixels
+    from tilewise.kernels.cpu.channels_last.compiling import load_pixels
 
     images, channels, height, width = call.shape
     lanes = vector_lanes()

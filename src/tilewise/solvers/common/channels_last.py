@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.common.cpu_run import byte_strides, numba_missing
 
-__all__ = ["READ", "SHAPES", "even", "innermost", "reasons", "strides_of"]
+__all__ = [
+    "AWAY", "CACHE", "RATES", "READ", "SHAPES", "even", "innermost", "lines_in_panels", "reasons", "strides_of",
+]  # fmt: skip
 
 SHAPES = {16: {4: 7, 2: 14, 3: 9, 1: 12}, 8: {2: 6, 4: 3, 3: 4, 1: 8}, 4: {2: 6, 4: 3, 3: 4, 1: 8}}
 """By the lanes of a vector: how many pixels a tile may have with so many vectors, so that registers hold all sums."""
+CACHE = 1 << 19
+"""Bytes that a core's cache holds beside filters."""
+AWAY = 0.25
+"""By how much products take longer where the scratch of strips fills the cache: the less it is, the nearer."""
+RATES = {1: 0.65, 2: 0.95, 3: 1.0, 4: 1.0}
+"""Share of the peak that products of tiles with so many vectors reach, roughly."""
 READ = 16
 """Bytes from a cache shared by cores that are read in the time of one product of vectors."""
 
@@ -24,10 +33,13 @@ def innermost(p: ConvProblem, role: str) -> bool:
     return layout == "channels_last" or (layout == "contiguous" and (channels == 1 or math.prod(space) == 1))
 
 
-def reasons(p: ConvProblem) -> list[str]:
-    """Why none of these solvers takes ``p``: Numba is not installed, channels are not innermost, 16-bit results."""
+def reasons(p: ConvProblem, roles: Sequence[str] = ("x", "y")) -> list[str]:
+    """Why none of these solvers takes ``p``: Numba is not installed, channels are not innermost, 16-bit results.
+
+    ``roles`` are the tensors whose channels must be innermost.
+    """
     found = numba_missing()
-    for role in ("x", "y"):
+    for role in roles:
         if not innermost(p, role):
             found.append(f"takes {role} with channels innermost, not {p.layout(role)}: channels_last would do")
     if p.out_dtype != "fp32":
@@ -43,3 +55,18 @@ def even(pixels: int, most: int) -> int:
 def strides_of(a: torch.Tensor, out: torch.Tensor) -> dict[str, list[int]]:
     """The byte strides of x and y."""
     return {"x": byte_strides(a), "y": byte_strides(out)}
+
+
+def lines_in_panels(lines: torch.Tensor, width: int, lanes: int, flat: torch.Tensor) -> None:
+    """Write a filter of ``lines``, (products of a sum, channels), into ``flat`` in panels of ``width`` channels each.
+
+    Channels that fill up the last panel's last vector are zeros: a panel has whole vectors of ``lanes`` channels.
+    """
+    flat.zero_()
+    depth, channels = lines.shape
+    for first in range(0, channels, width):
+        count = min(width, channels - first)
+        wide = -(-count // lanes) * lanes
+        flat[first * depth : first * depth + depth * wide].view(depth, wide)[:, :count].copy_(
+            lines[:, first : first + count]
+        )

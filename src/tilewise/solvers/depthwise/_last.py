@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,7 @@ from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem
-from tilewise.solvers.common.channels_last import READ, even
+from tilewise.solvers.common.channels_last import READ, even, lines_in_panels
 from tilewise.solvers.common.cpu_run import (
     PAGE,
     kernel_data,
@@ -217,7 +216,7 @@ class Lines:
 
     def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
         """``apart`` holds the byte strides of x and y. Raises ``SolverUnavailable`` with Numba's reason."""
-        from tilewise.kernels.cpu.compiling import load_depthwise_last
+        from tilewise.kernels.cpu.channels_last.compiling import load_depthwise_last
 
         divided = self._divided = division(p, c)
         self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
@@ -272,17 +271,6 @@ class Lines:
 
 
 def in_panels(divided: Division, weight: torch.Tensor, kept: torch.Tensor) -> None:
-    """Write a filter to ``kept``, of uint8, in the order in which tiles read it: panel, tap, channel.
-
-    Channels that fill up the last panel's last vector are zeros.
-    """
-    channels, taps = weight.shape[0], math.prod(weight.shape[2:])
+    """Write a filter to ``kept``, of uint8, in the order in which tiles read it: panel, tap, channel."""
     flat = kept[: divided.filter_bytes].view(torch.float32)
-    flat.zero_()
-    lines = weight.reshape(channels, taps).T
-    for first in range(0, channels, divided.width):
-        count = min(divided.width, channels - first)
-        wide = divided.width if first + divided.width <= channels else divided.last * divided.lanes
-        flat[first * taps : first * taps + taps * wide].view(taps, wide)[:, :count].copy_(
-            lines[:, first : first + count]
-        )
+    lines_in_panels(weight.reshape(weight.shape[0], -1).T, divided.width, divided.lanes, flat)

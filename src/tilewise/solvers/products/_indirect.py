@@ -15,7 +15,7 @@ from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem
-from tilewise.solvers.common.channels_last import READ, SHAPES, even
+from tilewise.solvers.common.channels_last import AWAY, CACHE, RATES, READ, SHAPES, even, innermost
 from tilewise.solvers.common.cpu_run import (
     PAGE,
     kernel_data,
@@ -28,12 +28,10 @@ from tilewise.solvers.common.cpu_run import (
 )
 from tilewise.solvers.common.tiles import integer
 
-__all__ = ["Division", "Pixels", "division", "forms", "in_panels"]
+__all__ = ["Division", "Pixels", "division", "forms", "in_panels", "reads_planes"]
 
 NUMBER, PLACE = 4, 8
 """Bytes of an fp32 number and of an address."""
-RATES = {1: 0.65, 2: 0.95, 3: 1.0, 4: 1.0}
-"""Share of the peak that tiles with so many vectors reach, roughly."""
 FEW = 16
 """Up to so many channels, rows of the image are copied, so that taps side by side count as one."""
 TABLES = 1 << 18
@@ -182,7 +180,8 @@ class Division:
         entries = tiles * self.rows * (self.table_taps + 2) * ENTRY
         again = tiles if self.panel_bytes > PANEL else 1
         read = again * chunks * self.lanes * self.depth * NUMBER + self.image + self.strip * 4
-        return units_in_turn(self.units, threads) * (products + begin + entries + read / READ)
+        away = 1 + AWAY * self.places()["size"] / CACHE if self.lines else 1.0
+        return units_in_turn(self.units, threads) * (products + begin + entries + read / READ) * away
 
     @property
     def image(self) -> int:
@@ -214,6 +213,11 @@ def _parts_of_lines(divided: Division) -> int:
 def _few(p: ConvProblem) -> bool:
     """Whether rows of the image are copied, so that taps side by side count as one."""
     return p.dims < 3 and p.axes[-1].kernel > 1 and p.axes[-1].dilation == 1 and p.in_channels // p.groups <= FEW
+
+
+def reads_planes(p: ConvProblem) -> bool:
+    """Whether the image may lie channel by channel: its rows are copied, and the channels are all of one group."""
+    return _few(p) and p.groups == 1 and p.layout("x") == "contiguous"
 
 
 def forms(p: ConvProblem) -> Iterable[Config]:
@@ -262,7 +266,7 @@ class Pixels:
 
     def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
         """``apart`` holds the byte strides of x and y. Raises ``SolverUnavailable`` with Numba's reason."""
-        from tilewise.kernels.cpu.compiling import load_indirect
+        from tilewise.kernels.cpu.channels_last.compiling import load_indirect
 
         divided = self._divided = division(p, c)
         self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
@@ -282,6 +286,7 @@ class Pixels:
             "table": places["table"], "strip": places["strip"] if divided.lines else 0, "dummy": places["dummy"],
             "biases": places["biases"], "strip_line": divided.line, "lines": divided.lines,
             "kernels": tiles[0], "last_kernel": tiles[1],
+            "apart": 0 if innermost(p, "x") else apart["x"][1],
         }  # fmt: skip
         told = {INDIRECT[name]: value for name, value in numbers.items()}
         for name, field in (("sizes", "size"), ("outs", "out"), ("kernel", "kernel"), ("stride", "stride"),

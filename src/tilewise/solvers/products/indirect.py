@@ -13,7 +13,7 @@ from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
 from tilewise.solvers.common.channels_last import reasons, strides_of
 from tilewise.solvers.common.tiles import integer
 from tilewise.solvers.conv import ConvSolver
-from tilewise.solvers.products._indirect import Pixels, division, forms, in_panels
+from tilewise.solvers.products._indirect import Pixels, division, forms, in_panels, reads_planes
 
 __all__ = ["Indirect"]
 
@@ -28,11 +28,11 @@ class Indirect(ConvSolver):
     and channels. Its pixels are found by a table of addresses, so that strides, dilation, padding and the ends of rows
     cost nothing, and a kernel of one tap is a matrix product. Pixels are divided into ``parts`` and panels into
     ``panel_parts``. With ``lines``, for images of few channels, a unit copies the rows that so many rows of results
-    read. Constant filters are kept in panels. At most ``threads`` threads are used; ``team`` says whether they are
-    torch's.
+    read, and these images may be contiguous. Constant filters are kept in panels. At most ``threads`` threads are used;
+    ``team`` says whether they are torch's.
     """
 
-    name, version = "indirect", 1
+    name, version = "indirect", 2
     passes = frozenset({Pass.FPROP})
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
@@ -44,7 +44,7 @@ class Indirect(ConvSolver):
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Reasons: Numba is not installed, channels are not innermost, one channel in each group, 16-bit results."""
-        found = reasons(p)
+        found = reasons(p, ("y",) if reads_planes(p) else ("x", "y"))
         if p.depthwise:
             found.append("takes groups of several channels, not depthwise ones")
         return found

@@ -256,7 +256,7 @@ class LastTiles:
 
     def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
         """``apart`` holds the byte strides of x and y. Raises ``SolverUnavailable`` with Numba's reason."""
-        from tilewise.kernels.cpu.compiling import load_winograd_last
+        from tilewise.kernels.cpu.channels_last.compiling import load_winograd_last
 
         divided = self._blocked = blocked(p, c)
         self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"

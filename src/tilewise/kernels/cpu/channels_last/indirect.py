@@ -6,7 +6,8 @@ a core's cache for all tiles. Pixels outside of the image are read from a row of
 that read zeros and are written to scratch.
 
 Where an image has few channels, a unit first copies the rows that it reads, padded. What a row of the filter meets of
-it is then one run of memory, which counts as one tap with more channels.
+it is then one run of memory, which counts as one tap with more channels. Such an image may also lie channel by channel:
+the copy makes neighbours of a pixel's channels.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 
 from numba import carray  # type: ignore[attr-defined]
 
-from tilewise.kernels.cpu.channels_last.loops import PLACE, copied, put
+from tilewise.kernels.cpu.channels_last.loops import PLACE, copied, interleaved, put
 from tilewise.kernels.cpu.channels_last.told import INDIRECT as OF
 from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, next_number, pointer_call
@@ -30,7 +31,7 @@ STRIDE, DILATION, BEFORE, X, Y = (OF[name] for name in ("stride", "dilation", "b
 ADDED, RESIDUAL, BIAS, ZEROS = (OF[name] for name in ("added", "residual", "bias", "zeros"))
 PANEL_BYTES, GROUP_BYTES, TABLE, STRIP = (OF[name] for name in ("panel_bytes", "group_bytes", "table", "strip"))
 DUMMY, BIASES, STRIP_LINE, LINES = (OF[name] for name in ("dummy", "biases", "strip_line", "lines"))
-KERNELS, LAST_KERNEL = (OF[name] for name in ("kernels", "last_kernel"))
+KERNELS, LAST_KERNEL, APART = (OF[name] for name in ("kernels", "last_kernel", "apart"))
 
 
 @functools.cache
@@ -166,7 +167,7 @@ def _strip(lanes: int) -> Callable[..., None]:
 
     ``first`` is the first row of results, and ``x`` the plane that they read.
     """
-    copy = copied(lanes)
+    copy, interleave = copied(lanes), interleaved(lanes)
 
     @compiled(lanes)
     def run(v, x, first, count, strip):
@@ -182,7 +183,9 @@ def _strip(lanes: int) -> Callable[..., None]:
                 continue
             source = x + line * v[X + 2] + skipped * v[X + 3]
             copy(0, target, ahead * channels)
-            if v[X + 3] == channels * NUMBER:
+            if v[APART]:
+                interleave(source, v[APART], target + ahead * channels * NUMBER, channels, inside)
+            elif v[X + 3] == channels * NUMBER:
                 copy(source, target + ahead * channels * NUMBER, inside * channels)
             else:
                 for k in range(inside):
@@ -205,23 +208,28 @@ def _strip_tables() -> Callable[..., None]:
         rows, strip, count = v[ROWS], scratch + v[STRIP], v[KERNEL + 1]
         outs = scratch + v[TABLE]
         others = outs + tiles * rows * PLACE
-        w, h, step = 0, 0, v[STRIDE + 2] * v[CHANNELS] * NUMBER
+        w, step, i, place = 0, v[STRIDE + 2] * v[CHANNELS] * NUMBER, 0, 0
+        entry, line, taps = scratch, strip, v[DILATION + 1] * v[STRIP_LINE]
+        to, more = y + first * v[Y + 2], other + first * v[ADDED + 2]
         for pixel in range(tiles * rows):
-            tile, i = pixel // rows, pixel % rows
-            entry, place = scratch + (tile * count * rows + i) * PLACE, pixel * PLACE
             if pixel < pixels:
-                write(outs + place, y + (first + h) * v[Y + 2] + w * v[Y + 3])
-                write(others + place, other + (first + h) * v[ADDED + 2] + w * v[ADDED + 3])
+                there = line + w * step
+                write(outs + place, to + w * v[Y + 3])
+                write(others + place, more + w * v[ADDED + 3])
             else:
+                there = strip  # what the first pixel reads
                 write(outs + place, scratch + v[DUMMY])
                 write(others + place, scratch + v[DUMMY])
-            # Pixels beyond the last one read what the first one reads.
-            there = strip + (h * v[STRIDE + 1] * v[STRIP_LINE] + w * step if pixel < pixels else 0)
             for k in range(count):
-                write(entry + k * rows * PLACE, there + k * v[DILATION + 1] * v[STRIP_LINE])
+                write(entry + k * rows * PLACE, there + k * taps)
+            place += PLACE
+            entry += PLACE
+            i += 1
+            if i == rows:
+                i, entry = 0, entry + (count - 1) * rows * PLACE
             w += 1
             if w == v[OUTS + 2]:
-                w, h = 0, h + 1
+                w, line, to, more = 0, line + v[STRIDE + 1] * v[STRIP_LINE], to + v[Y + 2], more + v[ADDED + 2]
 
     return run
 

@@ -15,7 +15,8 @@ from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values
 
 __all__ = [
-    "PLACE", "advanced", "constant", "copied", "either", "intrinsic_of_any", "looped", "number", "put", "variable",
+    "PLACE", "advanced", "constant", "copied", "either", "interleaved", "intrinsic_of_any", "looped", "number", "put",
+    "variable",
 ]  # fmt: skip
 
 PLACE = 8
@@ -123,3 +124,55 @@ def copied(lanes: int) -> Callable[..., None]:
         either(code, given, write)
 
     return intrinsic_of_any(lanes, emit)
+
+
+COLOURS = 3
+"""The channels of images whose planes are interleaved by vectors."""
+
+
+@functools.cache
+def interleaved(lanes: int) -> Callable[..., None]:
+    """Makes ``(source, apart, target, channels, count)``, which makes neighbours of the channels of ``count`` pixels.
+
+    The fp32 numbers of a channel are neighbours at ``source``, and those of the next channel ``apart`` bytes further.
+    """
+
+    def emit(code: Code, arguments: Values) -> None:
+        source, apart, target, channels, count = arguments
+        b, size = code.builder, NUMBER * lanes
+        of_colours = b.icmp_signed("==", channels, constant(COLOURS))
+        whole = b.select(of_colours, b.udiv(count, constant(lanes)), constant(0))
+        read, written = variable(code, source), variable(code, target)
+        with looped(code, whole):
+            planes = [code.load(code.at(b.load(read), i, apart)) for i in range(COLOURS)]
+            for j, vector in enumerate(_of_three(code, planes)):
+                code.store(vector, code.at(b.load(written), j * size))
+            advanced(code, read, size)
+            advanced(code, written, COLOURS * size)
+        single = Code(b, 1)
+        with looped(code, b.sub(count, b.mul(whole, constant(lanes)))):
+            place = variable(code, b.load(read))
+            with looped(code, channels):
+                single.store(single.load(b.load(place)), b.load(written))
+                b.store(b.add(b.load(place), apart), place)
+                advanced(code, written, NUMBER)
+            advanced(code, read, NUMBER)
+
+    return intrinsic_of_any(lanes, emit)
+
+
+def _of_three(code: Code, planes: list[ir.Value]) -> Iterator[ir.Value]:
+    """The vectors of three that follow each other when their lanes are taken in turns."""
+    b, lanes = code.builder, code.lanes
+
+    def mask(indices: list[int]) -> ir.Value:
+        kind = ir.IntType(32)
+        return ir.Constant(ir.VectorType(kind, lanes), [ir.Constant(kind, index) for index in indices])
+
+    for j in range(COLOURS):
+        places = [divmod(j * lanes + i, COLOURS) for i in range(lanes)]
+        # Of two planes first; where the third one goes any lane will do.
+        pair = [lane + lanes * plane if plane < COLOURS - 1 else 0 for lane, plane in places]
+        both = b.shuffle_vector(planes[0], planes[1], mask(pair))
+        last = [i if plane < COLOURS - 1 else lanes + lane for i, (lane, plane) in enumerate(places)]
+        yield b.shuffle_vector(both, planes[2], mask(last))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["INDIRECT", "JOINED", "JOINED_NUMBERS", "NUMBERS", "PIXELS", "WINOGRAD", "WINOGRAD_NUMBERS", "word_of"]
+__all__ = [
+    "INDIRECT", "JOINED", "JOINED_NUMBERS", "NUMBERS", "PIXELS", "SEPARABLE", "SEPARABLE_NUMBERS", "WINOGRAD",
+    "WINOGRAD_NUMBERS", "word_of",
+]  # fmt: skip
 
 
 def word_of(activation: str) -> str:
@@ -24,11 +27,12 @@ INDIRECT, NUMBERS = _places(
     "channels", "outputs", "groups", "planes", "parts", "panel_parts", "panels", "tiles", "pixels", "rows", "width",
     ("sizes", 3), ("outs", 3), ("kernel", 3), ("stride", 3), ("dilation", 3), ("before", 3), ("x", 4), ("y", 4),
     ("added", 4), "residual", "bias", "zeros", "panel_bytes", "group_bytes", "table", "strip", "dummy", "biases",
-    "strip_line", "lines", "kernels", "last_kernel",
+    "strip_line", "lines", "kernels", "last_kernel", "apart",
 )  # fmt: skip
 """Numbers of indirect convolution. Sizes and strides are of depth, height and width.
 
-``x``, ``y`` and ``added`` have the byte strides of images, planes, rows and columns.
+``x``, ``y`` and ``added`` have the byte strides of images, planes, rows and columns. Channels of x are neighbours, or
+``apart`` bytes apart where that is not 0.
 """
 
 WINOGRAD, WINOGRAD_NUMBERS = _places(
@@ -40,6 +44,16 @@ WINOGRAD, WINOGRAD_NUMBERS = _places(
 """Numbers of Winograd convolution. Sizes are of height and width.
 
 ``x`` and ``y`` have the byte strides of images, rows and columns.
+"""
+
+SEPARABLE, SEPARABLE_NUMBERS = _places(
+    "pieces", "strip", "expands", "projects", "reach", "kept_rows", "line", "pixel", "ring", "middle", "middle_line",
+    "middle_pixel", ("filters", 3), ("stages", 3 * NUMBERS),
+)  # fmt: skip
+"""Numbers of a separable convolution: those of the whole, then those of its three stages as in :data:`INDIRECT`.
+
+The rows that the depthwise stage reads are ``line`` bytes long and ``kept_rows`` at a time; what it writes is
+``middle_line`` bytes long. ``filters`` are the places of each stage's filters behind the address of all.
 """
 
 PIXELS, _ = _places("channels", "count", "chunks", "parts", "image")
