@@ -18,6 +18,7 @@ from tilewise.planner import Planner
 from tilewise.planner.options import Options
 from tilewise.planner.search.leaves import leaf_plan
 from tilewise.problems.base import Problem
+from tilewise.problems.kinds import kind_of
 from tilewise.solvers import get
 
 __all__ = ["Net", "assert_by_program", "assert_by_torch", "images", "keep", "net"]
@@ -27,12 +28,13 @@ class First(Planner):
     """Plans by the first of a few solvers that can compute a problem, without measuring: tests of regions are short."""
 
     def plan(self, problem: Problem, options: Options | None = None) -> Plan:
-        for name in ("onednn_fused", "indirect"):
+        for name in ("onednn_fused", "indirect", "separable_last"):
             solver = get(name)
             if isinstance(problem, solver.solves) and not solver.unsupported(problem):
                 config = next(iter(solver.configs(problem)))
                 return leaf_plan(problem, Measurement(name, solver.version, config, 0.1, 0))
-        return Plan(problem.key, "aten", get("aten").version)
+        baseline = kind_of(problem).baseline
+        return Plan(problem.key, baseline, get(baseline).version)
 
 
 class Net(nn.Module):

@@ -49,6 +49,9 @@ class Plans:
             if p.kind == "conv" and not get("indirect").unsupported(p)
         }
 
+    def some(self, problems: Sequence[Problem]) -> Mapping[Problem, Sequence[Plan]]:
+        return self.all(problems)
+
     def error(self, problem: Problem, plan: Plan) -> float | None:
         self.checked.append(plan.solver)
         assert plan.error is not None

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tilewise.nn.regions.layouts import Part, Way, choose_ways
+from tilewise.nn.regions.layouts import Part, Way, choose_ways, deferred, is_deferred
 
 FORMATS = ((4, 1), (1, 4))
 TIMES = st.integers(1, 40).map(float)
@@ -69,6 +69,44 @@ def test_it_is_the_fastest_within_the_limit_of_errors(parts: list[Part], share: 
     assert squares(parts, found.ways) <= max(most, least) * (1 + 1e-5)
     assert found.ms == pytest.approx(total(parts, found.ways))
     assert found.ms <= min(total(parts, w) for w in within) + 1e-6
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[Part]:
+    """Parts in a row, some of which may be left to a later one."""
+    count = draw(st.integers(2, 5))
+    ways = [
+        [Way((draw(st.sampled_from(FORMATS)),), draw(st.sampled_from(FORMATS)), draw(TIMES)) for _ in range(2)]
+        for _ in range(count)
+    ]
+    for number in range(draw(st.integers(1, 3))):
+        first = draw(st.integers(0, count - 2))
+        last = draw(st.integers(first + 1, count - 1))
+        format_ = draw(st.sampled_from(FORMATS))
+        for part in range(first, last):
+            reads, format_ = format_, deferred(10 * number + part)
+            ways[part].append(Way((reads,), format_, 0.0))
+        ways[last].append(Way((format_,), draw(st.sampled_from(FORMATS)), draw(TIMES)))
+    names = ["x", *(f"y{number}" for number in range(count))]
+    return [Part((names[number],), names[number + 1], tuple(each)) for number, each in enumerate(ways)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts=rows())
+def test_a_part_is_left_just_where_another_one_computes_it(parts: list[Part]) -> None:
+    def fits(ways: Sequence[int]) -> bool:
+        """Formats that no tensor has are read where they are given, and nowhere else."""
+        chosen = [part.ways[index] for part, index in zip(parts, ways, strict=True)]
+        given = [FORMATS[0], *(way.gives for way in chosen)]
+        read = [*(way.reads[0] for way in chosen), FORMATS[0]]
+        return all(a == b or not (is_deferred(a) or is_deferred(b)) for a, b in zip(given, read, strict=True))
+
+    result = Part((parts[-1].output,), "result", (Way((FORMATS[0],), FORMATS[0], 0.0),))
+    every = [w for w in itertools.product(*(range(len(part.ways)) for part in parts)) if fits(w)]
+    found = choose_ways([*parts, result], {"x": FORMATS[0]}, conversion_ms)
+    assert found.optimal
+    assert fits(found.ways[:-1])
+    assert found.ms == pytest.approx(min(total([*parts, result], [*w, 0]) for w in every))
 
 
 def test_a_part_without_ways_is_an_error() -> None:

@@ -13,12 +13,12 @@ from tilewise import execute
 from tilewise.nn.programs.pixels import KernelCall
 from tilewise.nn.programs.program import Program
 from tilewise.nn.programs.slots import Operator, Place, Slot, Step, copied
-from tilewise.nn.regions.constants import Constants, Wanted
+from tilewise.nn.regions.constants import Constants, Gathered, Wanted
 from tilewise.nn.regions.fused import Call
 from tilewise.nn.regions.layouts import Way
 from tilewise.nn.regions.products import Product
 from tilewise.nn.regions.units import Strides, Unit, normal, value_of
-from tilewise.nn.regions.ways import Planned, View
+from tilewise.nn.regions.ways import Deferred, Planned, View
 from tilewise.problems.base import dense_strides, layout_of
 
 __all__ = ["Builder"]
@@ -62,6 +62,10 @@ class Builder:
             assert base is not None
             value = unit.value
             self._hold(unit.node, way.gives, self._view(base, tuple(value.shape), way.gives, way.what.offset))
+        elif isinstance(way.what, Deferred):
+            (first,) = places[:1]
+            assert first is not None
+            self._hold(unit.node, way.gives, first)  # what the layer reads, for the one that computes it
         elif isinstance(way.what, Planned):
             self._hold(unit.node, way.gives, self._planned(unit, way.what, places))
         else:
@@ -127,7 +131,7 @@ class Builder:
         self._hold(node, strides, output)
         return output
 
-    def _constant(self, node: fx.Node, shape: tuple[int, ...], strides: Strides, dtype: torch.dtype) -> int:
+    def _constant(self, node: fx.Node | Gathered, shape: tuple[int, ...], strides: Strides, dtype: torch.dtype) -> int:
         """The slot that holds a constant."""
         wanted = Wanted(node, shape, tuple(strides), dtype)
         if wanted not in self._held:
@@ -140,13 +144,13 @@ class Builder:
         first, result = problem.operands[0], problem.results[0]
         x = self._seen(places[0], product, first)
         inputs = [x]
-        weight, bias = unit.node.args[1], unit.node.args[2]
+        weight, bias = planned.weight or unit.node.args[1], unit.node.args[2]
         shape, strides = product.described(problem.operands[1])
         dtype = problem.torch_dtype(problem.operands[1])
-        assert isinstance(weight, fx.Node)
+        assert isinstance(weight, fx.Node | Gathered)
         inputs.append(self._constant(weight, shape, strides, dtype))
         shape, strides = product.described(result)
-        if isinstance(bias, fx.Node):
+        if isinstance(bias, fx.Node) and problem.bias:
             channels = shape[problem.bias_dim]
             inputs.append(self._constant(bias, (channels,), (1,), problem.torch_dtype(result)))
         if unit.node.args[3] is not None:

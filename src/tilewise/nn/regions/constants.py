@@ -19,14 +19,21 @@ from tilewise.execute.kept_filter import same_bits
 from tilewise.kernels.native.programs import unchanged
 from tilewise.nn.layers.weights import Weights
 
-__all__ = ["Constants", "Wanted"]
+__all__ = ["Constants", "Gathered", "Wanted"]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Constants one after the other in a vector: nodes whose elements follow each other, and numbers of zeros."""
+
+    pieces: tuple[fx.Node | int, ...]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A constant as a step takes it: the node that gives it, its shape, its strides and its dtype."""
+    """A constant as a step takes it: what gives it, its shape, its strides and its dtype."""
 
-    node: fx.Node
+    node: fx.Node | Gathered
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
@@ -109,8 +116,14 @@ class Constants:
             for wanted, tensor in self._kept.items():
                 tensor.copy_(self._value(wanted.node, values).reshape(wanted.shape))
 
-    def _value(self, node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
-        """The value of a constant node; ``values`` are those that are known, to which it is added."""
+    def _value(self, node: fx.Node | Gathered, values: dict[fx.Node, Tensor]) -> Tensor:
+        """The value of a constant; ``values`` are those of nodes that are known, to which it is added."""
+        if isinstance(node, Gathered):
+            parts = [None if isinstance(piece, int) else self._value(piece, values) for piece in node.pieces]
+            like = next(part for part in parts if part is not None)
+            zeros = [like.new_zeros(piece) if isinstance(piece, int) else None for piece in node.pieces]
+            given = zip(parts, zeros, strict=True)
+            return torch.cat([(part if part is not None else zero).reshape(-1) for part, zero in given])  # type: ignore[union-attr]
         if node not in values:
             if node.op == "get_attr":
                 values[node] = self._sources[str(node.target)].detach()

@@ -2,7 +2,8 @@
 
 Plans are measured one by one over cold caches, which says little of a layer that takes a tenth of a millisecond within
 a network whose filters stay in cache. So whole programs are run and each step is timed. One program times one way of
-every part at once: there are as many programs as a layer has ways, not as many as there are combinations.
+every part at once: there are as many programs as a layer has ways, not as many as there are combinations. Plans of
+several layers at once are timed in programs of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tilewise.machine.turns import pause
 from tilewise.nn.programs.program import Program
-from tilewise.nn.regions.layouts import Way
+from tilewise.nn.regions.layouts import Way, is_deferred
 from tilewise.nn.regions.units import PRODUCT, Unit, formats, value_of
 from tilewise.planner import Progress
 
@@ -47,7 +48,7 @@ def timed_in_place(
     ``tell`` hears how many programs are timed.
     """
     found: dict[tuple[int, int], float] = {}
-    trials = list(_trials(units, ways))
+    trials = [*_trials(units, ways), *_of_several(units, ways)]
     held: list[_Timed] = []
     for done, allowed in enumerate(trials):
         if tell is not None:
@@ -105,9 +106,47 @@ def _trials(units: Sequence[Unit], ways: Sequence[tuple[Way, ...]]) -> Iterator[
             ]
 
 
+def _of_several(units: Sequence[Unit], ways: Sequence[tuple[Way, ...]]) -> Iterator[list[Sequence[int]]]:
+    """The ways that parts may take in programs where one plan computes several: each such plan is in one of them."""
+    producers = {unit.node: part for part, unit in enumerate(units)}
+    plain = [_in_layout(unit, each, -1) for unit, each in zip(units, ways, strict=True)]
+    left = [
+        (rank, part, index)
+        for part, each in enumerate(ways)
+        for rank, index in enumerate(sorted(_last_of_several(each), key=lambda index: each[index].ms))
+    ]
+    for _ in range(MOST_PROGRAMS):
+        taken: dict[int, int] = {}
+        for entry in sorted(left):
+            _, part, index = entry
+            chain = {part: index}
+            while is_deferred(format_ := ways[part][index].reads[0]):
+                part = producers[units[part].inputs[0]]
+                index = next(i for i, way in enumerate(ways[part]) if way.gives == format_)
+                chain[part] = index
+            if not chain.keys() & taken.keys():
+                taken |= chain
+                left.remove(entry)
+        if not taken:
+            return
+        yield [
+            [taken[part]] if part in taken else each[:1] if unit.kind == PRODUCT else each
+            for part, (unit, each) in enumerate(zip(units, plain, strict=True))
+        ]
+
+
+def _last_of_several(ways: Sequence[Way]) -> list[int]:
+    """The indices of those ways that compute parts before as well."""
+    return [i for i, way in enumerate(ways) if any(map(is_deferred, way.reads)) and not is_deferred(way.gives)]
+
+
 def _in_layout(unit: Unit, ways: Sequence[Way], layout: int) -> list[int]:
-    """The indices of a part's ways, fastest first; of a product those that read this one of its formats, if any do."""
-    order = sorted(range(len(ways)), key=lambda index: ways[index].ms)
+    """The indices of a part's ways, fastest first; of a product those that read this one of its formats, if any do.
+
+    Ways that compute other parts as well, or leave this one to another, are not among them.
+    """
+    order = [i for i, way in enumerate(ways) if not any(map(is_deferred, (*way.reads, way.gives)))]
+    order.sort(key=lambda index: ways[index].ms)
     if unit.kind != PRODUCT:
         return order
     wanted = formats(value_of(unit.inputs[0]).shape)[layout]

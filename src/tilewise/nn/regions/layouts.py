@@ -4,6 +4,9 @@ Each part has ways to run. A way takes its inputs in certain formats (strides) a
 that is read in another format than it is given in is converted, once for each such format. The choice is a 0-1
 program, solved exactly: one way for each part, and a conversion wherever a chosen way reads what no chosen way gives.
 Where the errors of parts together are limited, the sum of their squares is one more constraint.
+
+A part may also be left to the part that reads it, which then computes both: its way is deferred, and gives a format
+that no tensor has. Such a format is read by ways that know of it, and is never converted.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import numpy as np
 
 from tilewise.planner.budget.program import load_solver, stdout_kept
 
-__all__ = ["Choice", "Part", "Way", "choose_ways"]
+__all__ = ["Choice", "Format", "Part", "Way", "choose_ways", "deferred", "is_deferred"]
 
 TIME_LIMIT_S = 10.0
 """Seconds for HiGHS. Programs of networks of 300 parts take a fraction of a second."""
@@ -28,7 +31,25 @@ SCALE = 1e4
 
 Tensor = Hashable
 Format = tuple[int, ...]
-"""Strides."""
+"""Strides, or what :func:`deferred` gives."""
+
+
+def deferred(number: int) -> Format:
+    """The format of a tensor that is not computed, because the part that reads it computes what gives it.
+
+    ``number``, from 0 on, tells the ways to leave a part apart by what the reader then computes. The reader alone
+    reads the tensor.
+    """
+    return (-1 - number,)
+
+
+def is_deferred(format_: Format) -> bool:
+    """Whether a format is one of :func:`deferred`: strides are never negative.
+
+    >>> is_deferred(deferred(0)), is_deferred((1, 4)), is_deferred(())
+    (True, False, False)
+    """
+    return format_[:1] < (0,) and bool(format_)
 
 
 @dataclass(frozen=True)
@@ -112,7 +133,8 @@ class _Program:
         for part in parts:
             for way in part.ways:
                 for tensor, format_ in zip(part.inputs, way.reads, strict=True):
-                    if (tensor, format_) not in self.conversions and given.get(tensor) != format_:
+                    known = (tensor, format_) in self.conversions or given.get(tensor) == format_
+                    if not known and not is_deferred(format_):
                         self.conversions[tensor, format_] = len(self.costs)
                         self.costs.append(conversion_ms(tensor))
 
@@ -133,7 +155,7 @@ class _Program:
                 options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": 0.0},
             )
         if result.x is None:
-            return tuple(int(np.argmin([way.ms for way in part.ways])) for part in self._parts), False
+            return tuple(_fastest(part) for part in self._parts), False
         ways = tuple(
             int(np.argmax(result.x[first : first + len(part.ways)]))
             for first, part in zip(self._first, self._parts, strict=True)
@@ -158,6 +180,7 @@ class _Program:
             ]
             lows.append(0.0)
             highs.append(self._most / scale * (1.0 + TOLERANCE))
+        self._leave(entries, lows, highs)
         for (tensor, format_), column in self.conversions.items():
             for first, part in zip(self._first, self._parts, strict=True):
                 readers = [
@@ -179,6 +202,21 @@ class _Program:
                 highs.append(np.inf)
         return entries, lows, highs
 
+    def _leave(self, entries: list[tuple[int, int, float]], lows: list[float], highs: list[float]) -> None:
+        """Constrain that a part is left to another one just where that one computes it."""
+        for first, part in zip(self._first, self._parts, strict=True):
+            for format_ in {way.gives for way in part.ways if is_deferred(way.gives)}:
+                row = len(lows)
+                entries += [(row, first + i, 1.0) for i, way in enumerate(part.ways) if way.gives == format_]
+                for start, reader in zip(self._first, self._parts, strict=True):
+                    entries += [
+                        (row, start + i, -1.0)
+                        for i, way in enumerate(reader.ways)
+                        if (part.output, format_) in zip(reader.inputs, way.reads, strict=True)
+                    ]
+                lows.append(0.0)
+                highs.append(0.0)
+
     def total(self, ways: Sequence[int]) -> float:
         """Milliseconds of all parts and conversions."""
         chosen = [part.ways[index] for part, index in zip(self._parts, ways, strict=True)]
@@ -191,3 +229,13 @@ class _Program:
             if formats[tensor] != format_
         }
         return sum(way.ms for way in chosen) + sum(self.costs[self.conversions[each]] for each in converted)
+
+
+def _fastest(part: Part) -> int:
+    """The index of the fastest way that computes just this part."""
+
+    def rank(index: int) -> tuple[bool, float]:
+        way = part.ways[index]
+        return any(map(is_deferred, (*way.reads, way.gives))), way.ms
+
+    return min(range(len(part.ways)), key=rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -50,6 +51,18 @@ class RegionPlans:
                 found[problem] = [plan, *[p for p in others if p.time_ms <= most][:MOST_OTHERS]]
                 self._note(problem, plan)
         return found
+
+    def some(self, problems: Sequence[Problem]) -> Mapping[Problem, Sequence[Plan]]:
+        """As :meth:`all`, without those problems that the limits leave without a plan."""
+        wanted = list(dict.fromkeys(problems))
+        try:
+            return self.all(wanted)
+        except Untraceable:  # one of them at least has none
+            found: dict[Problem, Sequence[Plan]] = {}
+            for problem in wanted:
+                with contextlib.suppress(Untraceable):
+                    found |= self.all([problem])
+            return found
 
     def error(self, problem: Problem, plan: Plan) -> float | None:
         """The relative L2 error of a plan, which is run and checked once; ``None`` where it breaks a limit."""

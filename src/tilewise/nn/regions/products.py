@@ -19,6 +19,10 @@ from tilewise.problems.gemm.problem import GemmProblem
 __all__ = ["Product", "products_of"]
 
 
+COLOURS = 4
+"""The channels of an image up to which a convolution may read it contiguous and give channels_last."""
+
+
 @dataclass(frozen=True)
 class Product:
     """A problem that computes a fused layer. Its input and residual are in the format ``reads``, its result ``gives``.
@@ -54,7 +58,10 @@ def products_of(unit: Unit) -> list[Product]:
 
 
 def _convolutions(unit: Unit) -> Iterator[Product]:
-    """A convolution with contiguous tensors, and of images with channels_last ones."""
+    """A convolution with contiguous tensors, and of images with channels_last ones.
+
+    Images of few channels, such as a network's input, may be contiguous where the result is not.
+    """
     arguments: Any = unit.node.args
     x, w, b, residual, activation, stride, padding, dilation, groups = arguments
     given: Any = value_of(x)
@@ -63,7 +70,12 @@ def _convolutions(unit: Unit) -> Iterator[Product]:
         Axis(n, k, s, d, p, p)
         for n, k, s, d, p in zip(given.shape[2:], weight[2:], stride, dilation, padding, strict=True)
     )
-    for layout in ("contiguous", "channels_last") if len(axes) == 2 else ("contiguous",):
+    layouts = [("contiguous", "contiguous")]
+    if len(axes) == 2:
+        layouts.append(("channels_last", "channels_last"))
+        if groups == 1 and given.shape[1] <= COLOURS:
+            layouts.append(("contiguous", "channels_last"))
+    for read, written in layouts:
         problem = ConvProblem(
             Pass.FPROP,
             batch=given.shape[0],
@@ -76,10 +88,12 @@ def _convolutions(unit: Unit) -> Iterator[Product]:
             residual=residual is not None,
             activation=activation,
             constant_weight=True,
-            layouts=(layout, layout, layout),
+            layouts=(read, written, written),
         )
-        reads, gives = (normal(shape, dense_strides(shape, layout)) for shape in (given.shape, problem.shape("y")))
-        yield Product(problem, reads, gives)
+        shape = problem.shape("y")
+        yield Product(
+            problem, normal(given.shape, dense_strides(given.shape, read)), normal(shape, dense_strides(shape, written))
+        )
 
 
 def _linears(unit: Unit) -> Iterator[Product]:

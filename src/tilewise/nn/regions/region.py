@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.programs.program import Program, where_expected
 from tilewise.nn.progress import Late, showing
+from tilewise.nn.regions.blocks import Block, blocks_of, with_blocks
 from tilewise.nn.regions.build import Builder
 from tilewise.nn.regions.constants import Constants
 from tilewise.nn.regions.in_place import timed_in_place
@@ -21,7 +22,7 @@ from tilewise.nn.regions.products import products_of
 from tilewise.nn.regions.rewrite import rewrite
 from tilewise.nn.regions.trace import Traced, Untraceable
 from tilewise.nn.regions.units import PRODUCT, VIEW, Strides, Unit, formats, normal, units_of, value_of
-from tilewise.nn.regions.ways import Planned, Times, ways_of
+from tilewise.nn.regions.ways import Deferred, Planned, Times, ways_of
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem, layout_of
 
@@ -33,6 +34,10 @@ class Plans(Protocol):
 
     def all(self, problems: Sequence[Problem]) -> Mapping[Problem, Sequence[Plan]]:
         """Plans of problems, the best first; those that no solver can compute are left out."""
+        ...
+
+    def some(self, problems: Sequence[Problem]) -> Mapping[Problem, Sequence[Plan]]:
+        """As :meth:`all`, without those that the limits leave without a plan."""
         ...
 
     def error(self, problem: Problem, plan: Plan) -> float | None:
@@ -108,8 +113,9 @@ def plan_region(
     if not problems:
         raise Untraceable("has no convolution or linear layer that can be planned")
     plans = source.all(list(dict.fromkeys(problems)))
+    blocks = blocks_of(units)
     region = _Region(traced, tensors, units)
-    region.find_ways(times, plans)
+    region.find_ways(times, plans, blocks, source.some([block.product.problem for block in blocks]))
     with showing(tell):
         region.time_in_place(times, weights, tell)
     most, rounds = math.inf, 0
@@ -141,8 +147,17 @@ class _Region:
         self._results = [(node, _format(node)) for node in output.args[0]]
         self._ways: list[tuple[Way, ...]] = []
 
-    def find_ways(self, times: Times, plans: Mapping[Problem, Sequence[Plan]]) -> None:
-        """Find the ways of each part in order, since its formats are those in which its inputs may come."""
+    def find_ways(
+        self,
+        times: Times,
+        plans: Mapping[Problem, Sequence[Plan]],
+        blocks: Sequence[Block],
+        of_blocks: Mapping[Problem, Sequence[Plan]],
+    ) -> None:
+        """Find the ways of each part in order, since its formats are those in which its inputs may come.
+
+        ``of_blocks`` are the plans of ``blocks``.
+        """
         known: dict[fx.Node, set[Strides]] = {}
         for node in self._constant:
             value = node.meta.get("val")
@@ -153,6 +168,7 @@ class _Region:
             ways = ways_of(unit, known, times, plans)
             self._ways.append(ways)
             known[unit.node] = {way.gives for way in ways} | set(formats(unit.value.shape))
+        self._ways = with_blocks(self._units, self._ways, blocks, of_blocks)
 
     def time_in_place(self, times: Times, weights: Weights, tell: Late | None) -> None:
         """Give ways the times that they take within the whole region."""
@@ -246,7 +262,8 @@ class _Region:
             builder.give(node, tensor)
         for unit, ways, index in zip(self._units, self._ways, choice.ways, strict=True):
             builder.add(unit, ways[index], self._constant)
-            steps.append(-1 if unit.kind == VIEW else builder.last_step)
+            has_step = unit.kind != VIEW and not isinstance(ways[index].what, Deferred)
+            steps.append(builder.last_step if has_step else -1)
         return builder, steps
 
     def planned(self, choice: Choice, weights: Weights, fused: int) -> Planning:
@@ -260,7 +277,8 @@ class _Region:
         program.use_native()  # where it cannot, it runs step by step from Python and says why
         layouts: dict[str, int] = {}
         for line in lines:
-            layouts[line.layout] = layouts.get(line.layout, 0) + 1
+            if line.layout:
+                layouts[line.layout] = layouts.get(line.layout, 0) + 1
         return Planning(
             program, constants, tuple(lines), fused, builder.conversions, choice.ms, choice.optimal, layouts
         )
@@ -274,6 +292,8 @@ def _format(node: fx.Node) -> Strides:
 
 def _line(unit: Unit, way: Way) -> Line:
     """What is told of one part."""
+    if isinstance(way.what, Deferred):
+        return Line(unit.name, f"within {way.what.reader}", "", 0.0)
     layout = layout_of(unit.value.shape, way.gives)
     if isinstance(way.what, Planned):
         plan, problem = way.what.plan, way.what.product.problem

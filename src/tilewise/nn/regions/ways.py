@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from tilewise.machine.turns import pause
 from tilewise.nn.programs.pixels import KernelCall
 from tilewise.nn.programs.slots import Operator, Place
+from tilewise.nn.regions.constants import Gathered
 from tilewise.nn.regions.fused import Call
 from tilewise.nn.regions.gates import join_ways, pixel_ways
 from tilewise.nn.regions.layouts import Way
@@ -29,7 +30,7 @@ from tilewise.nn.regions.units import JOINED, PRODUCT, VIEW, Strides, Unit, form
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem
 
-__all__ = ["Planned", "Times", "View", "ways_of"]
+__all__ = ["Deferred", "Planned", "Times", "View", "ways_of"]
 
 SAMPLE_S, MOST_RUNS, LEAST_RUNS = 0.02, 50, 3
 """An operator is run until so many seconds have passed, so often at the most and at the least."""
@@ -49,10 +50,22 @@ class View:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan of one of the problems of a fused layer."""
+    """A plan of one of the problems of a fused layer.
+
+    ``weight`` is what the plan's filters are, where that is not the layer's weight: the layer and others before it,
+    which are :class:`Deferred`, are then computed as one.
+    """
 
     product: Product
     plan: Plan
+    weight: Gathered | None = None
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A fused layer that is computed together with a later one, called ``reader``."""
+
+    reader: str
 
 
 class Times:
