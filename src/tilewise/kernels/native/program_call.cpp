@@ -1,7 +1,7 @@
 // Makes a NativeProgram of what Python tells of its values and steps.
 
 #include "program_call.h"
-#include "unchanged.h"
+#include "usual_call.h"
 
 namespace {
 
@@ -187,11 +187,12 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "program_call", "Lists of steps tha
 } // namespace
 
 PyMODINIT_FUNC PyInit_program_call() {
-  if (PyType_Ready(&NativeProgramType) || PyType_Ready(&UnchangedType))
+  if (PyType_Ready(&NativeProgramType) || PyType_Ready(&UnchangedType) || PyType_Ready(&UsualCallType))
     return nullptr;
   PyObject* made = PyModule_Create(&module);
   if (made && (PyModule_AddObjectRef(made, "NativeProgram", reinterpret_cast<PyObject*>(&NativeProgramType)) ||
-               PyModule_AddObjectRef(made, "Unchanged", reinterpret_cast<PyObject*>(&UnchangedType))))
+               PyModule_AddObjectRef(made, "Unchanged", reinterpret_cast<PyObject*>(&UnchangedType)) ||
+               PyModule_AddObjectRef(made, "UsualCall", reinterpret_cast<PyObject*>(&UsualCallType))))
     Py_CLEAR(made);
   return made;
 }

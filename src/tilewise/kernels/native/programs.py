@@ -7,7 +7,7 @@ cannot be compiled, programs run in Python with the same results.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,12 @@ from tilewise.kernels.cpu.threads import forked, openmp_address
 from tilewise.kernels.native.building import VARIABLE, switched_on
 from tilewise.kernels.native.extension import Extension, Loading
 
-__all__ = ["EXTENSION", "loading", "unchanged", "why_never"]
+__all__ = ["EXTENSION", "loading", "unchanged", "usual_call", "why_never"]
 
 EXTENSION = Extension(
     "program_call",
     "program_call.cpp",
-    ("program_call.h", "step_launches.h", "step_operators.h", "step_values.h", "unchanged.h"),
+    ("program_call.h", "step_launches.h", "step_operators.h", "step_values.h", "unchanged.h", "usual_call.h"),
     flags=("-std=c++20", "-O1", "-shared", "-fPIC"),
     language="C++",
     variable="CXX",
@@ -56,6 +56,19 @@ def unchanged(tensors: Sequence[Tensor], dicts: Sequence[dict[str, Any]]) -> Any
     if module is None or any(t.layout is not torch.strided for t in tensors):
         return None
     return module.Unchanged(tuple(tensors), tuple(dicts))
+
+
+def usual_call(readers: Sequence[Callable[[], object]], values: Sequence[object], tensors: Sequence[Tensor]) -> Any:
+    """What tells calls like the one with ``tensors`` while all ``readers`` return ``values``, or ``None``.
+
+    It is ``None`` where the module is not there, for which nothing waits, and for tensors that are not strided. Its
+    ``fits(args)`` says whether a tuple has as many tensors, each of the same class, shape, strides, dtype, device and
+    dispatch, and whether all readers return what they did.
+    """
+    module = loading().module if loading.cache_info().currsize else None
+    if module is None or any(t.layout is not torch.strided for t in tensors):
+        return None
+    return module.UsualCall(tuple(readers), tuple(values), tuple(tensors))
 
 
 @functools.cache

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tilewise.machine.torch_state import read_precision
 from tilewise.nn.layers.call import disturbed
 
-__all__ = ["in_words", "modes", "watched"]
+__all__ = ["entered", "in_words", "modes", "undisturbed", "watched"]
 
 _FLAGS: dict[str, Callable[[], Any]] = {
     "grad mode": torch.is_grad_enabled,
@@ -36,6 +37,16 @@ _FLAGS: dict[str, Callable[[], Any]] = {
     "cuDNN's attention": torch._C._get_cudnn_sdp_enabled,
 }
 _READERS = tuple(_FLAGS.values())
+_WATCHERS: dict[Callable[[], object], object] = {
+    torch._C._are_functorch_transforms_active: False,
+    torch._C._len_torch_dispatch_stack: 0,
+    torch._C._get_tracing_state: None,
+    torch._C._is_torch_function_mode_enabled: False,
+    functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True): None,
+    torch.is_anomaly_enabled: False,
+    torch._C._is_any_autocast_enabled: False,
+}
+"""What functions return where nothing watches: no trace, transform, mode, hook on saved tensors, check or autocast."""
 _NAMES = (*_FLAGS, "autocast")
 
 
@@ -43,6 +54,20 @@ def modes(device_type: str) -> tuple[object, ...]:
     """The value of every flag; the last is the dtype of autocast on such devices, ``None`` where it is off."""
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     return (*[read() for read in _READERS], autocast)
+
+
+def undisturbed(state: tuple[object, ...]) -> tuple[tuple[Callable[[], object], ...], tuple[object, ...]]:
+    """Functions, and what they return where a call may run by a recording made under the modes ``state``.
+
+    They are sure of that but for :func:`entered`, and some calls that may do so they leave out: under a mode that need
+    not see operators, for example. Under ``state`` autocast must be off.
+    """
+    return (*_WATCHERS, *_READERS), (*_WATCHERS.values(), *state[:-1])
+
+
+def entered() -> bool:
+    """Whether forward-mode autograd is on in this thread."""
+    return forward_ad._current_level >= 0
 
 
 def in_words(before: tuple[object, ...], now: tuple[object, ...]) -> str:
