@@ -7,6 +7,7 @@ from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.problems.recurrent.problem import RecurrentProblem
+from tilewise.problems.separable.problem import SeparableProblem
 
 __all__ = [
     "DTYPES",
@@ -18,6 +19,7 @@ __all__ = [
     "Problem",
     "Range",
     "RecurrentProblem",
+    "SeparableProblem",
     "Write",
     "layout_of",
 ]
