@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,7 +12,8 @@ from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.common.cpu_run import byte_strides, numba_missing
 
 __all__ = [
-    "AWAY", "CACHE", "RATES", "READ", "SHAPES", "even", "innermost", "lines_in_panels", "reasons", "strides_of",
+    "AWAY", "CACHE", "RATES", "READ", "SHAPES", "Panels", "even", "innermost", "lines_in_panels", "reasons",
+    "strides_of",
 ]  # fmt: skip
 
 SHAPES = {16: {4: 7, 2: 14, 3: 9, 1: 12}, 8: {2: 6, 4: 3, 3: 4, 1: 8}, 4: {2: 6, 4: 3, 3: 4, 1: 8}}
@@ -24,6 +26,41 @@ RATES = {1: 0.65, 2: 0.95, 3: 1.0, 4: 1.0}
 """Share of the peak that products of tiles with so many vectors reach, roughly."""
 READ = 16
 """Bytes from a cache shared by cores that are read in the time of one product of vectors."""
+
+
+class Panels:
+    """Output channels in panels of ``vectors`` vectors of ``lanes`` channels each."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:  # fields or properties of what divides the work
+
+        @property
+        def outputs(self) -> int: ...
+        @property
+        def lanes(self) -> int: ...
+        @property
+        def vectors(self) -> int: ...
+
+    @property
+    def chunks(self) -> int:
+        """Vectors of output channels."""
+        return -(-self.outputs // self.lanes)
+
+    @property
+    def width(self) -> int:
+        """Output channels of a panel."""
+        return self.vectors * self.lanes
+
+    @property
+    def panels(self) -> int:
+        """Panels of output channels."""
+        return -(-self.chunks // self.vectors)
+
+    @property
+    def last(self) -> int:
+        """Vectors of the last panel."""
+        return self.chunks - (self.panels - 1) * self.vectors
 
 
 def innermost(p: ConvProblem, role: str) -> bool:

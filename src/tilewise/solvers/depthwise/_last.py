@@ -14,7 +14,7 @@ from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem
-from tilewise.solvers.common.channels_last import READ, even, lines_in_panels
+from tilewise.solvers.common.channels_last import READ, Panels, even, lines_in_panels
 from tilewise.solvers.common.cpu_run import (
     PAGE,
     kernel_data,
@@ -51,7 +51,7 @@ LOAD = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class Division(Panels):
     """How the work is divided: ``rows`` neighbouring pixels and ``vectors`` vectors in a tile, and parts of both."""
 
     p: ConvProblem
@@ -86,24 +86,9 @@ class Division:
         return (self.rows - 1) * stride + (taps - 1) * dilation + 1
 
     @property
-    def chunks(self) -> int:
-        """Vectors of channels."""
-        return -(-self.p.out_channels // self.lanes)
-
-    @property
-    def width(self) -> int:
-        """Channels of a panel."""
-        return self.vectors * self.lanes
-
-    @property
-    def panels(self) -> int:
-        """Panels of the channels."""
-        return -(-self.chunks // self.vectors)
-
-    @property
-    def last(self) -> int:
-        """Vectors of the last panel."""
-        return self.chunks - (self.panels - 1) * self.vectors
+    def outputs(self) -> int:
+        """Channels, each with one filter."""
+        return self.p.out_channels
 
     @property
     def ragged(self) -> bool:

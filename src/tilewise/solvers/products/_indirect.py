@@ -15,7 +15,7 @@ from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem
-from tilewise.solvers.common.channels_last import AWAY, CACHE, RATES, READ, SHAPES, even, innermost
+from tilewise.solvers.common.channels_last import AWAY, CACHE, RATES, READ, SHAPES, Panels, even, innermost
 from tilewise.solvers.common.cpu_run import (
     PAGE,
     kernel_data,
@@ -47,7 +47,7 @@ BEGIN = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class Division(Panels):
     """How the work is divided: ``rows`` pixels and ``vectors`` vectors in a tile, ``parts`` of pixels and of panels.
 
     With ``lines`` above 0 a unit has so many rows of results, and copies what they read.
@@ -77,26 +77,6 @@ class Division:
     def outputs(self) -> int:
         """Output channels of a group."""
         return self.p.out_channels // self.p.groups
-
-    @property
-    def chunks(self) -> int:
-        """Vectors of output channels of a group."""
-        return -(-self.outputs // self.lanes)
-
-    @property
-    def width(self) -> int:
-        """Output channels of a panel."""
-        return self.vectors * self.lanes
-
-    @property
-    def panels(self) -> int:
-        """Panels of a group."""
-        return -(-self.chunks // self.vectors)
-
-    @property
-    def last(self) -> int:
-        """Vectors of a group's last panel."""
-        return self.chunks - (self.panels - 1) * self.vectors
 
     @property
     def depth(self) -> int:

@@ -16,7 +16,7 @@ from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.separable.problem import SeparableProblem
 from tilewise.problems.separable.stages import parted
-from tilewise.solvers.common.channels_last import AWAY, CACHE, READ, SHAPES, even, lines_in_panels
+from tilewise.solvers.common.channels_last import AWAY, CACHE, READ, SHAPES, Panels, even, lines_in_panels
 from tilewise.solvers.common.cpu_run import (
     PAGE,
     kernel_data,
@@ -52,7 +52,7 @@ RATES = {1: 0.65, 2: 0.95, 3: 1.0, 4: 0.85}
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(Panels):
     """One convolution of a division: channels, ``depth`` products in each sum, and ``rows`` and ``vectors`` of a tile.
 
     ``taps`` is the number of taps along a row, 0 for a pointwise convolution.
@@ -65,26 +65,6 @@ class Stage:
     vectors: int
     rows: int
     taps: int = 0
-
-    @property
-    def chunks(self) -> int:
-        """Vectors of output channels."""
-        return -(-self.outputs // self.lanes)
-
-    @property
-    def width(self) -> int:
-        """Output channels of a panel."""
-        return self.vectors * self.lanes
-
-    @property
-    def panels(self) -> int:
-        """Panels of output channels."""
-        return -(-self.chunks // self.vectors)
-
-    @property
-    def last(self) -> int:
-        """Vectors of the last panel."""
-        return self.chunks - (self.panels - 1) * self.vectors
 
     @property
     def panel_bytes(self) -> int:

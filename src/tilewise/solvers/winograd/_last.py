@@ -15,7 +15,7 @@ from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem
-from tilewise.solvers.common.channels_last import READ, SHAPES, even
+from tilewise.solvers.common.channels_last import READ, SHAPES, Panels, even
 from tilewise.solvers.common.cpu_run import (
     PAGE,
     kernel_data,
@@ -45,7 +45,7 @@ FILTER = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 9)
 
 
 @dataclass(frozen=True, slots=True)
-class Blocked:
+class Blocked(Panels):
     """How the work is divided: tiles of ``m`` outputs, in ``blocks``, and panels of ``vectors`` in ``panel_parts``.
 
     The products of a block take ``rows`` tiles at a time.
@@ -103,26 +103,6 @@ class Blocked:
     def outputs(self) -> int:
         """Output channels of a group."""
         return self.p.out_channels // self.p.groups
-
-    @property
-    def chunks(self) -> int:
-        """Vectors of output channels of a group."""
-        return -(-self.outputs // self.lanes)
-
-    @property
-    def panels(self) -> int:
-        """Panels of a group."""
-        return -(-self.chunks // self.vectors)
-
-    @property
-    def last(self) -> int:
-        """Vectors of a group's last panel."""
-        return self.chunks - (self.panels - 1) * self.vectors
-
-    @property
-    def width(self) -> int:
-        """Output channels of a panel."""
-        return self.vectors * self.lanes
 
     @property
     def units(self) -> int:

@@ -12,8 +12,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from numba import carray  # type: ignore[attr-defined]
-
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.channels_last.indirect import panels
 from tilewise.kernels.cpu.channels_last.loops import (
@@ -29,8 +27,8 @@ from tilewise.kernels.cpu.channels_last.loops import (
 from tilewise.kernels.cpu.channels_last.tiles import written
 from tilewise.kernels.cpu.channels_last.told import INDIRECT as OF
 from tilewise.kernels.cpu.channels_last.told import word_of
-from tilewise.kernels.cpu.sizes import HEADER
-from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, compiled, named, next_number
+from tilewise.kernels.cpu.channels_last.units import over_units
+from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, compiled, named
 
 __all__ = ["depthwise_last", "line_tile"]
 
@@ -185,17 +183,4 @@ def depthwise_last(lanes: int) -> Callable[..., None]:
 
     ``data`` is as :func:`~tilewise.kernels.cpu.channels_last.indirect.indirect` has it, with one group of all channels.
     """
-    block, count = _unit(lanes), next_number()
-
-    def run(address):
-        data = carray(address, HEADER)
-        v = carray(address, data[4])[HEADER:]
-        thread = count(address, 0)
-        scratch = data[6] + thread * data[5]
-        if thread < data[1]:
-            unit = count(address, 2)
-            while unit < data[3]:
-                block(data[7], data[8], data[9], v, scratch, unit)
-                unit = count(address, 2)
-
-    return named(run, lanes)
+    return over_units(_unit(lanes), "depthwise_last", lanes)

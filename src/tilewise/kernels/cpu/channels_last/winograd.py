@@ -10,12 +10,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from numba import carray  # type: ignore[attr-defined]
-
 from tilewise.kernels.cpu.channels_last.loops import PLACE, copied, put
 from tilewise.kernels.cpu.channels_last.told import WINOGRAD as OF
-from tilewise.kernels.cpu.sizes import HEADER
-from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, next_number, pointer_call
+from tilewise.kernels.cpu.channels_last.units import over_units
+from tilewise.kernels.cpu.vectors import NUMBER, compiled, pointer_call
 
 __all__ = ["winograd_last"]
 
@@ -151,17 +149,4 @@ def winograd_last(lanes: int) -> Callable[..., None]:
     ``data`` begins as in :func:`tilewise.kernels.cpu.fused_fourier.kernel.convolve`, with the addresses of the image,
     the filters and the result. Then follow the numbers of :data:`~tilewise.kernels.cpu.channels_last.told.WINOGRAD`.
     """
-    block, count = _unit(lanes), next_number()
-
-    def run(address):
-        data = carray(address, HEADER)
-        v = carray(address, data[4])[HEADER:]
-        thread = count(address, 0)
-        scratch = data[6] + thread * data[5]
-        if thread < data[1]:
-            unit = count(address, 2)
-            while unit < data[3]:
-                block(data[7], data[8], data[9], v, scratch, unit)
-                unit = count(address, 2)
-
-    return named(run, lanes)
+    return over_units(_unit(lanes), "winograd_last", lanes)
