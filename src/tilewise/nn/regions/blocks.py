@@ -17,12 +17,11 @@ from torch import fx
 from tilewise.nn.regions import fused
 from tilewise.nn.regions.constants import Gathered
 from tilewise.nn.regions.layouts import Way, deferred
-from tilewise.nn.regions.products import Product
+from tilewise.nn.regions.products import Product, axes_of, weight_shape
 from tilewise.nn.regions.units import PRODUCT, Unit, formats, value_of
 from tilewise.nn.regions.ways import Deferred, Planned
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem
-from tilewise.problems.conv.axis import Axis
 from tilewise.problems.kinds import kind_of
 from tilewise.problems.separable.problem import SeparableProblem
 
@@ -113,16 +112,8 @@ def _is_depthwise(node: fx.Node) -> bool:
 def _is_pointwise(node: fx.Node) -> bool:
     """Whether a convolution has 1x1 filters, strides of 1 and no padding."""
     arguments: Any = node.args
-    _, _, _, _, _, stride, padding, _, groups = arguments
-    return groups == 1 and set(stride) == {1} and set(padding) == {0} and _taps(node) == 1
-
-
-def _taps(node: fx.Node) -> int:
-    """The number of taps of a convolution's filters, which are a constant."""
-    weight: Any = node.args[1]
-    while not isinstance(weight.meta.get("val"), torch.Tensor):
-        weight = weight.args[0]
-    return int(weight.meta["val"].shape[2:].numel())
+    _, weight, _, _, _, stride, padding, _, groups = arguments
+    return groups == 1 and set(stride) == {1} and set(padding) == {0} and set(weight_shape(weight)[2:]) == {1}
 
 
 def _is_read_by(node: fx.Node, reader: fx.Node) -> bool:
@@ -140,20 +131,13 @@ def _block(units: Sequence[Unit], numbers: tuple[int, ...], parts: tuple[int | N
     """The block of the parts ``numbers``; ``parts`` are those before, of and behind the depthwise convolution."""
     nodes = [units[number].node for number in numbers]
     first, last = nodes[0], nodes[-1]
-    depthwise: Any = units[parts[1]].node.args  # type: ignore[index]
+    assert parts[1] is not None
+    depthwise = units[parts[1]].node
     x, result = value_of(first.args[0]), value_of(last)  # type: ignore[arg-type]
-    channels = value_of(depthwise[0]).shape[1]
-    _, weight, _, _, _, stride, padding, dilation, _ = depthwise
-    while not isinstance(weight.meta.get("val"), torch.Tensor):
-        weight = weight.args[0]
-    kernel = weight.meta["val"].shape[2:]
-    axes = tuple(
-        Axis(n, k, s, d, p, p)
-        for n, k, s, d, p in zip(value_of(depthwise[0]).shape[2:], kernel, stride, dilation, padding, strict=True)
-    )
+    height, width = axes_of(depthwise)
     functions = [str(node.args[4]) for node in nodes]
     problem = SeparableProblem(
-        x.shape[0], x.shape[1], channels, result.shape[1], axes,  # type: ignore[arg-type]
+        x.shape[0], x.shape[1], value_of(depthwise).shape[1], result.shape[1], (height, width),
         expands=parts[0] is not None, projects=parts[2] is not None,
         inner=tuple(functions[:-1]), activation=functions[-1], residual=last.args[3] is not None,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from tilewise.nn.regions import fused
 from tilewise.nn.regions.units import Strides, Unit, normal, value_of
@@ -16,7 +17,7 @@ from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.gemm.problem import GemmProblem
 
-__all__ = ["Product", "products_of"]
+__all__ = ["Product", "axes_of", "products_of", "weight_shape"]
 
 
 COLOURS = 4
@@ -63,13 +64,9 @@ def _convolutions(unit: Unit) -> Iterator[Product]:
     Images of few channels, such as a network's input, may be contiguous where the result is not.
     """
     arguments: Any = unit.node.args
-    x, w, b, residual, activation, stride, padding, dilation, groups = arguments
+    x, w, b, residual, activation, *_, groups = arguments
     given: Any = value_of(x)
-    weight = _weight_shape(w)
-    axes = tuple(
-        Axis(n, k, s, d, p, p)
-        for n, k, s, d, p in zip(given.shape[2:], weight[2:], stride, dilation, padding, strict=True)
-    )
+    weight, axes = weight_shape(w), axes_of(unit.node)
     layouts = [("contiguous", "contiguous")]
     if len(axes) == 2:
         layouts.append(("channels_last", "channels_last"))
@@ -102,7 +99,7 @@ def _linears(unit: Unit) -> Iterator[Product]:
     x, w, b, residual, activation = arguments
     given = value_of(x)
     rows, inputs = given.shape
-    outputs = _weight_shape(w)[0]
+    outputs = weight_shape(w)[0]
     reads, gives = normal((rows, inputs), (inputs, 1)), normal((rows, outputs), (outputs, 1))
     dtype = DTYPE_NAMES[given.dtype]
     if residual is None and activation in ACTIVATIONS:
@@ -124,7 +121,17 @@ def _linears(unit: Unit) -> Iterator[Product]:
     yield Product(problem, reads, gives)
 
 
-def _weight_shape(node: Any) -> tuple[int, ...]:
+def axes_of(convolution: fx.Node) -> tuple[Axis, ...]:
+    """The axes in space of a fused convolution."""
+    arguments: Any = convolution.args
+    x, w, _, _, _, stride, padding, dilation, _ = arguments
+    return tuple(
+        Axis(n, k, s, d, p, p)
+        for n, k, s, d, p in zip(value_of(x).shape[2:], weight_shape(w)[2:], stride, dilation, padding, strict=True)
+    )
+
+
+def weight_shape(node: Any) -> tuple[int, ...]:
     """The shape of a constant weight: folding changes its values alone."""
     while not isinstance(node.meta.get("val"), torch.Tensor):
         node = node.args[0]
