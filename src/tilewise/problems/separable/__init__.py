@@ -17,6 +17,7 @@ register(
         "separable convolutions",
         "aten_separable",
         errors_of,
+        tasks=("inference",),
         small_example=_small_example,
     )
 )

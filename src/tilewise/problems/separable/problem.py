@@ -50,6 +50,7 @@ class SeparableProblem(Problem):
     operands: ClassVar[tuple[str, ...]] = ("x", "w")
     results: ClassVar[tuple[str, ...]] = ("y",)
     constant_operand: ClassVar[str] = "w"
+    task: ClassVar[str] = "inference"
 
     batch: int
     in_channels: int
