@@ -119,11 +119,15 @@ class Constants:
     def _value(self, node: fx.Node | Gathered, values: dict[fx.Node, Tensor]) -> Tensor:
         """The value of a constant; ``values`` are those of nodes that are known, to which it is added."""
         if isinstance(node, Gathered):
-            parts = [None if isinstance(piece, int) else self._value(piece, values) for piece in node.pieces]
-            like = next(part for part in parts if part is not None)
-            zeros = [like.new_zeros(piece) if isinstance(piece, int) else None for piece in node.pieces]
-            given = zip(parts, zeros, strict=True)
-            return torch.cat([(part if part is not None else zero).reshape(-1) for part, zero in given])  # type: ignore[union-attr]
+            # Zeros are in the widest type, so that what is added up in float64 is rounded once.
+            return torch.cat(
+                [
+                    torch.zeros(piece, dtype=torch.float64, device="cpu")
+                    if isinstance(piece, int)
+                    else self._value(piece, values).reshape(-1)
+                    for piece in node.pieces
+                ]
+            )
         if node not in values:
             if node.op == "get_attr":
                 values[node] = self._sources[str(node.target)].detach()

@@ -12,12 +12,18 @@ from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.common.cpu_run import byte_strides, numba_missing
 
 __all__ = [
-    "AWAY", "CACHE", "RATES", "READ", "SHAPES", "Panels", "even", "innermost", "lines_in_panels", "reasons",
-    "strides_of",
+    "AWAY", "CACHE", "LONGEST", "RATES", "READ", "REGISTERS", "SHAPES", "Panels", "even", "innermost",
+    "lines_in_panels", "reasons", "rows_of_line", "strides_of",
 ]  # fmt: skip
 
 SHAPES = {16: {4: 7, 2: 14, 3: 9, 1: 12}, 8: {2: 6, 4: 3, 3: 4, 1: 8}, 4: {2: 6, 4: 3, 3: 4, 1: 8}}
 """By the lanes of a vector: how many pixels a tile may have with so many vectors, so that registers hold all sums."""
+REGISTERS = {16: 32, 8: 16, 4: 16}
+"""Vector registers by the lanes of a vector."""
+LONGEST = 15
+"""Most taps of a line of a depthwise filter, which are unrolled."""
+MOST_CODE = 512
+"""Most products of a line that are unrolled."""
 CACHE = 1 << 19
 """Bytes that a core's cache holds beside filters."""
 AWAY = 0.25
@@ -87,6 +93,11 @@ def reasons(p: ConvProblem, roles: Sequence[str] = ("x", "y")) -> list[str]:
 def even(pixels: int, most: int) -> int:
     """The pixels of a tile, up to ``most``, of which the last tile lacks fewest."""
     return -(-pixels // -(-pixels // most))
+
+
+def rows_of_line(taps: int, lanes: int, vectors: int) -> int:
+    """The pixels of a depthwise tile whose sums stay in registers beside the taps of a line; 0 where none do."""
+    return max(0, min((REGISTERS[lanes] - 2) // vectors - taps, MOST_CODE // (taps * vectors)))
 
 
 def strides_of(a: torch.Tensor, out: torch.Tensor) -> dict[str, list[int]]:

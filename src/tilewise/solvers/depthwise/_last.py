@@ -14,7 +14,7 @@ from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem
-from tilewise.solvers.common.channels_last import READ, Panels, even, lines_in_panels
+from tilewise.solvers.common.channels_last import READ, REGISTERS, Panels, even, lines_in_panels, rows_of_line
 from tilewise.solvers.common.cpu_run import (
     PAGE,
     kernel_data,
@@ -27,17 +27,11 @@ from tilewise.solvers.common.cpu_run import (
 )
 from tilewise.solvers.common.tiles import integer
 
-__all__ = ["LONGEST", "Division", "Lines", "division", "forms", "in_panels"]
+__all__ = ["Division", "Lines", "division", "forms", "in_panels"]
 
 NUMBER, PLACE = 4, 8
 """Bytes of an fp32 number and of an address."""
-REGISTERS = {16: 32, 8: 16, 4: 16}
-"""Vector registers by the lanes of a vector."""
 VECTORS = (1, 2, 3, 4)
-LONGEST = 15
-"""Most taps of a line, which are unrolled."""
-MOST_CODE = 512
-"""Most products of a line that are unrolled."""
 TABLES = 1 << 17
 """Most bytes of the tables of a unit."""
 IMAGE = 1 << 18
@@ -149,18 +143,16 @@ class Division(Panels):
         return units_in_turn(self.units, threads) * (of_tiles + (self.image + self.filter_bytes) / READ)
 
 
-def most_rows(p: ConvProblem, lanes: int, vectors: int) -> int:
-    """The pixels of a tile whose sums stay in registers beside the taps of a line; 0 where none do."""
-    taps = p.axes[-1].kernel
-    return max(0, min((REGISTERS[lanes] - 2) // vectors - taps, MOST_CODE // (taps * vectors)))
-
-
 def division(p: ConvProblem, c: Config) -> Division:
     """The division of a config. Raises ``KeyError`` or ``ValueError`` for what is no config of ``p``."""
     names = "lanes", "vectors", "rows", "parts", "panel_parts"
     lanes, vectors, rows, parts, panel_parts = (integer(c, name) for name in names)
     integer(c, "threads")
-    if lanes not in REGISTERS or vectors not in VECTORS or rows > max(1, most_rows(p, lanes, vectors)):
+    if (
+        lanes not in REGISTERS
+        or vectors not in VECTORS
+        or rows > max(1, rows_of_line(p.axes[-1].kernel, lanes, vectors))
+    ):
         raise ValueError(f"lanes={lanes}, vectors={vectors}, rows={rows}: fewer, so that registers hold them, would do")
     divided = Division(p, lanes, vectors, rows, parts, panel_parts)
     if panel_parts > divided.panels or parts > divided.tiles:
@@ -173,7 +165,7 @@ def forms(p: ConvProblem) -> Iterable[Config]:
     lanes, threads = vector_lanes(), torch.get_num_threads()
     rated = []
     for vectors in VECTORS:
-        chunks, most = -(-p.out_channels // lanes), most_rows(p, lanes, vectors)
+        chunks, most = -(-p.out_channels // lanes), rows_of_line(p.axes[-1].kernel, lanes, vectors)
         if -(-chunks // -(-chunks // vectors)) != vectors or (most < 1 and vectors > 1):
             continue  # as many panels of fewer vectors are another form
         whole = Division(p, lanes, vectors, even(p.axes[-1].out, max(1, most)), 1, 1)

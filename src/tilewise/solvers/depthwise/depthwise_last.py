@@ -10,10 +10,10 @@ from tilewise.plan import Config
 from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
-from tilewise.solvers.common.channels_last import reasons, strides_of
+from tilewise.solvers.common.channels_last import LONGEST, reasons, strides_of
 from tilewise.solvers.common.tiles import integer
 from tilewise.solvers.conv import ConvSolver
-from tilewise.solvers.depthwise._last import LONGEST, Lines, division, forms, in_panels
+from tilewise.solvers.depthwise._last import Lines, division, forms, in_panels
 
 __all__ = ["DepthwiseLast"]
 

@@ -16,7 +16,16 @@ from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.separable.problem import SeparableProblem
 from tilewise.problems.separable.stages import parted
-from tilewise.solvers.common.channels_last import AWAY, CACHE, READ, SHAPES, Panels, even, lines_in_panels
+from tilewise.solvers.common.channels_last import (
+    AWAY,
+    CACHE,
+    READ,
+    SHAPES,
+    Panels,
+    even,
+    lines_in_panels,
+    rows_of_line,
+)
 from tilewise.solvers.common.cpu_run import (
     PAGE,
     kernel_data,
@@ -29,16 +38,10 @@ from tilewise.solvers.common.cpu_run import (
 )
 from tilewise.solvers.common.tiles import integer
 
-__all__ = ["LONGEST", "Division", "Stage", "Strips", "division", "forms", "in_panels"]
+__all__ = ["Division", "Stage", "Strips", "division", "forms", "in_panels"]
 
 NUMBER, PLACE, LINE = 4, 8, 64
 """Bytes of an fp32 number, of an address, and of a line of a cache."""
-REGISTERS = {16: 32, 8: 16, 4: 16}
-"""Vector registers by the lanes of a vector."""
-LONGEST = 15
-"""Most taps of a line of the depthwise filter, which are unrolled."""
-MOST_CODE = 512
-"""Most products of a line that are unrolled."""
 NAMES = ("expand", "filter", "project")
 """What a config calls the stages."""
 MOST_SCRATCH = 1 << 22
@@ -194,12 +197,6 @@ def _aligned(place: int) -> int:
     return place + -place % LINE
 
 
-def most_rows(p: SeparableProblem, lanes: int, vectors: int) -> int:
-    """The pixels of a depthwise tile whose sums stay in registers beside the taps of a line; 0 where none do."""
-    taps = p.axes[1].kernel
-    return max(0, min((REGISTERS[lanes] - 2) // vectors - taps, MOST_CODE // (taps * vectors)))
-
-
 def division(p: SeparableProblem, c: Config) -> Division:
     """The division of a config. Raises ``KeyError`` or ``ValueError`` for what is no config of ``p``."""
     lanes, strip, pieces = (integer(c, name) for name in ("lanes", "strip", "pieces"))
@@ -221,7 +218,7 @@ def _stage(p: SeparableProblem, name: str, lanes: int, vectors: int, rows: int) 
     """A stage with such tiles. Raises ``ValueError`` where registers cannot hold them."""
     if lanes not in SHAPES or vectors not in SHAPES[lanes]:
         raise ValueError(f"lanes={lanes}, {name}_vectors={vectors}: those of {SHAPES} would do")
-    most = max(1, most_rows(p, lanes, vectors)) if name == "filter" else SHAPES[lanes][vectors]
+    most = max(1, rows_of_line(p.axes[1].kernel, lanes, vectors)) if name == "filter" else SHAPES[lanes][vectors]
     if rows > most:
         raise ValueError(f"{name}_rows={rows}: up to {most} would do")
     if name == "filter":
@@ -264,7 +261,7 @@ def _depthwise(p: SeparableProblem, lanes: int) -> Iterator[Stage]:
     """The tiles of the depthwise stage for each number of vectors."""
     chunks, found = -(-p.channels // lanes), False
     for vectors in SHAPES[lanes]:
-        most = most_rows(p, lanes, vectors)
+        most = rows_of_line(p.axes[1].kernel, lanes, vectors)
         if vectors < 4 and most > 0 and -(-chunks // -(-chunks // vectors)) == vectors:
             found = True
             yield _stage(p, "filter", lanes, vectors, even(p.axes[1].out, most))

@@ -10,11 +10,11 @@ from tilewise.plan import Config
 from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.separable.problem import SeparableProblem
 from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
-from tilewise.solvers.common.channels_last import strides_of
+from tilewise.solvers.common.channels_last import LONGEST, strides_of
 from tilewise.solvers.common.cpu_run import numba_missing
 from tilewise.solvers.common.tiles import integer
 from tilewise.solvers.separable._separable import SeparableSolver
-from tilewise.solvers.separable._strips import LONGEST, Strips, division, forms, in_panels
+from tilewise.solvers.separable._strips import Strips, division, forms, in_panels
 
 __all__ = ["SeparableLast"]
 
