@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from torch import Tensor
 from tilewise.execute.node import Addressed, Node, Results, flat_call
 from tilewise.kernels.building import target
 from tilewise.kernels.native.sequence import LaunchSequence, joined
-from tilewise.problems.activations import activate
-from tilewise.problems.base import Problem, Tensors
+from tilewise.problems.activations import activate, activation_kind, activation_parameters
+from tilewise.problems.base import Problem, Tensors, layout_of
 from tilewise.solvers import Run
 from tilewise.solvers.common.buffers import ALIGNMENT
 from tilewise.solvers.common.triton_run import has_triton, program
@@ -28,8 +29,8 @@ MOST = 2**31 - 2**20
 class Finished(Node):
     """A node with one pass over its result behind it.
 
-    On a GPU with Triton that is one kernel for bias and activation of a product. Elsewhere, and where the solver
-    allocates the result itself, torch does all in place.
+    On a GPU with Triton that is one kernel for all that is missing, where the result lies densely or is a matrix.
+    Elsewhere, and where the solver allocates the result itself, torch does all in place.
     """
 
     __slots__ = ("_bias_shape", "_inner", "_problem", "_program", "returns_new")
@@ -41,26 +42,35 @@ class Finished(Node):
         self.returns_new = bool(getattr(inner, "returns_new", False))
         (out,) = results
         self._bias_shape = tuple(-1 if dim == problem.bias_dim else 1 for dim in range(out.dim()))
-        on_gpu = problem.device_type == "cuda" and operands[0].device.type != "cpu" and has_triton()
-        last = problem.bias_dim == out.dim() - 1 and not problem.residual
-        compiles = on_gpu and last and not self.returns_new and out.stride(-1) == 1 and out.numel() <= MOST
-        there = operands[0].device.type == "cuda" or target.sought() is not None
-        self._program = self._compiled(out, operands[0].device) if compiles and there else None
+        device = operands[0].device
+        on_gpu = problem.device_type == "cuda" and device.type != "cpu" and has_triton()
+        there = device.type == "cuda" or target.sought() is not None
+        lines = _lines(out, problem) if on_gpu and there and not self.returns_new and out.numel() <= MOST else None
+        self._program = None if lines is None else self._compiled(out, lines, device)
 
-    def _compiled(self, out: Tensor, device: torch.device) -> Any:
-        """The kernel over a result like ``out``."""
+    def _compiled(self, out: Tensor, lines: _Lines, device: torch.device) -> Any:
+        """The kernel over a result like ``out``, which is made of ``lines``."""
         from tilewise.kernels.triton.gemm.finish import finish
         from tilewise.kernels.triton.launch import Pointer
 
-        p = self._problem
-        result, bias = Pointer(2, 0, out.dtype), Pointer(4, 0, out.dtype)
-        adds = p.bias and not self._inner.adds
+        p, last = self._problem, len(self._problem.operands) + 2
+        result = Pointer(last - 2, 0, out.dtype)
+        adds, adds_residual = p.bias and not self._inner.adds, p.residual and not self._inner.adds_residual
+        kind, (first, second, *_) = activation_kind(p.activation), (*activation_parameters(p.activation), 0.0, 0.0)
         one = launch(
-            finish, (-(-out.numel() // BLOCK),), (result, bias if adds else result),
-            (out.shape[-2], out.shape[-1], out.numel(), out.stride(0) if out.dim() > 2 else 0, out.stride(-2)),
-            BIAS=adds, ACTIVATION=p.activation, BLOCK=BLOCK,
+            finish, (-(-out.numel() // BLOCK),),
+            (
+                result,
+                Pointer(last, 0, out.dtype) if adds else result,
+                Pointer(last + p.bias, 0, out.dtype) if adds_residual else result,
+            ),
+            (lines.rows, lines.columns, out.numel(), lines.batch_stride, lines.row_stride, lines.channels),
+            BIAS=lines.bias if adds else "", RESIDUAL=adds_residual, ACTIVATION=kind, FIRST=first, SECOND=second,
+            BLOCK=BLOCK,
         )  # fmt: skip
-        alignment = [*(p.alignment_of(role) for role in p.roles), ALIGNMENT, out.element_size()]
+        alignment = [*(p.alignment_of(role) for role in p.roles), ALIGNMENT, *[out.element_size()] * p.bias]
+        if p.residual:
+            alignment.append(p.alignment_of(p.results[0]))
         return program([one], alignment, device)
 
     def taken(self, operand: Tensor, workspace: Tensor | None) -> Tensor:
@@ -74,7 +84,7 @@ class Finished(Node):
         own = (*(bias if inner.adds else ()), *(residual if inner.adds_residual else ()))
         (out,) = inner.run(operands, results, workspace, *own)
         if self._program is not None:
-            self._program((*operands, out, workspace, *bias))
+            self._program((*operands, out, workspace, *bias, *residual))
             return (out,)
         if bias and not inner.adds:
             out.add_(bias[0].view(self._bias_shape))
@@ -88,12 +98,16 @@ class Finished(Node):
 
     def addressed(self) -> Addressed | None:
         """Both by address, where the inner node has such a call and the pass is a kernel."""
-        call, finish, adds = self._inner.addressed(), self._program, self._inner.adds
+        call, finish = self._inner.addressed(), self._program
         if call is None or finish is None:
             return None
+        own = len(self._problem.operands) + 2
+        places = [*range(own), *([own] if self._inner.adds else [])]
+        if self._inner.adds_residual:
+            places.append(own + self._problem.bias)
 
         def run(*addresses: int) -> None:
-            call(*(addresses if adds else addresses[:4]))
+            call(*[addresses[place] for place in places])
             finish.at(addresses)
 
         return run
@@ -103,3 +117,31 @@ class Finished(Node):
         before = None if self._program is None else self._inner.launches()
         after = None if self._program is None else self._program.sequence
         return None if before is None or after is None else joined([before, after])
+
+
+class _Lines(NamedTuple):
+    """A result as matrices of ``rows`` by ``columns``, and along which of them the numbers of a bias are.
+
+    They repeat every ``channels`` rows where they are along rows.
+    """
+
+    rows: int
+    columns: int
+    batch_stride: int
+    row_stride: int
+    channels: int
+    bias: str
+
+
+def _lines(out: Tensor, problem: Problem) -> _Lines | None:
+    """The lines of a result: of a matrix, or of a dense tensor with two dimensions or more. ``None`` for others."""
+    if out.dim() <= 3 and problem.bias_dim == out.dim() - 1 and out.stride(-1) == 1:
+        batch_stride = out.stride(0) if out.dim() > 2 else 0
+        return _Lines(out.shape[-2], out.shape[-1], batch_stride, out.stride(-2), 1, "columns")
+    layout = layout_of(out.shape, out.stride())
+    if problem.bias_dim != 1 or layout == "view" or not out.numel():
+        return None
+    channels = out.shape[1]
+    columns = channels if layout == "channels_last" else math.prod(out.shape[2:])
+    rows = out.numel() // columns
+    return _Lines(rows, columns, 0, columns, channels, "columns" if layout == "channels_last" else "rows")

@@ -34,6 +34,7 @@ from tilewise.nn.budget import Budget, make_budget
 from tilewise.nn.graphs.choose import choose_graphs
 from tilewise.nn.graphs.compare import compare_replayed
 from tilewise.nn.graphs.graphed import graphs_of, ungraphed
+from tilewise.nn.kept_values import tensors_in
 from tilewise.nn.layers.kinds import withdraw_offer
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.swaps import swap_back
@@ -170,7 +171,8 @@ def _regions_of(
     reason = why_no_regions(asked, schedule, examples)
     if reason:
         return Regions((RegionReport("", type(inner).__name__, reason=reason),))
-    planner = RegionPlanner(inner, asked, plan_table, weights, filter_fn)
+    device = tensors_in(examples)[0].device
+    planner = RegionPlanner(inner, asked, plan_table, weights, filter_fn, device)
     planner.plan(examples)
     return Regions(tuple(planner.reports), planner.taken)
 

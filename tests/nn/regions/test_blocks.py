@@ -166,7 +166,9 @@ class Plans:
 def planned(model: nn.Module, x: Tensor, plans: Plans, monkeypatch: pytest.MonkeyPatch) -> Planning:
     """A region whose steps take what is written in their plans."""
     monkeypatch.setattr(region, "timed_in_place", lambda units, ways, *_: list(ways))
-    return plan_region(trace(model, (x,), {}), [x], plans, lambda program: 0.0, Times(), Weights.FROZEN)
+    return plan_region(
+        trace(model, (x,), {}), [x], plans, lambda program: 0.0, Times(torch.device("cpu")), Weights.FROZEN
+    )
 
 
 def runs(planning: Planning) -> list[str]:
@@ -215,7 +217,9 @@ def test_blocks_are_timed_where_they_run(model: nn.Module, monkeypatch: pytest.M
         return list(seen)
 
     monkeypatch.setattr(region, "timed_in_place", spied)
-    planning = plan_region(trace(model, (x,), {}), [x], Plans(), lambda program: 0.0, Times(), Weights.FROZEN)
+    planning = plan_region(
+        trace(model, (x,), {}), [x], Plans(), lambda program: 0.0, Times(torch.device("cpu")), Weights.FROZEN
+    )
     blocks = [w for ways in seen for w in ways if isinstance(w.what, Planned) and w.what.weight is not None]
     left = [w for ways in seen for w in ways if isinstance(w.what, Deferred)]
     assert len(blocks) == (2 if len(model) == 2 else 5)

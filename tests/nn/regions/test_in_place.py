@@ -71,7 +71,7 @@ def planned(plans: Plans, judge: Any, monkeypatch: pytest.MonkeyPatch) -> Planni
 
     monkeypatch.setattr("tilewise.nn.regions.region.timed_in_place", as_told)
     traced = trace(model, (x,), {})
-    return plan_region(traced, [x], plans, judge, Times(), Weights.FROZEN)
+    return plan_region(traced, [x], plans, judge, Times(torch.device("cpu")), Weights.FROZEN)
 
 
 def solvers_of(planning: Planning) -> set[str]:
@@ -142,7 +142,7 @@ def test_ways_get_the_times_of_their_places(monkeypatch: pytest.MonkeyPatch) -> 
         return found
 
     monkeypatch.setattr(region, "timed_in_place", spied)
-    plan_region(traced, [x], plans, lambda program: 0.0, Times(), Weights.FROZEN)
+    plan_region(traced, [x], plans, lambda program: 0.0, Times(torch.device("cpu")), Weights.FROZEN)
     assert heard[0][0] == 0
     assert {total for _, total, _ in heard} == {len(heard)}
     timed = [way for ways in seen for way in ways if isinstance(way.what, Planned)]

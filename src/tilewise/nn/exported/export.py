@@ -17,6 +17,7 @@ from tilewise.nn.arguments import check_model, examples_of, settings_of, takes, 
 from tilewise.nn.exported import files
 from tilewise.nn.exported.document import Writing
 from tilewise.nn.exported.values import ExportError, encoded
+from tilewise.nn.kept_values import tensors_in
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.optimize import plan_table_of
 from tilewise.nn.programs.slots import Place
@@ -88,11 +89,13 @@ def export(
     if planner is not None and progress is not None:
         raise ValueError("progress: the planner given has its own; give one or the other")
     reason = why_no_regions(asked, None, examples)
+    if any(t.device.type != "cpu" for t in tensors_in(examples)):
+        reason = "its inputs are not on the CPU"
     if reason:
         raise ExportError(f"the model cannot be exported: {reason}")
     planner = planner if progress is None else Planner(progress=progress)
     table = plan_table_of(asked, None, None, planner, later=False)
-    regions = RegionPlanner(unwrapped(model), asked, table, Weights.FROZEN, None)
+    regions = RegionPlanner(unwrapped(model), asked, table, Weights.FROZEN, None, torch.device("cpu"))
     writing = Writing()
     programs, reports = [], []
     for example in examples:

@@ -10,7 +10,10 @@ from tilewise.nn.graphs.standing import hooks_of
 from tilewise.nn.layers.kinds import kind_of
 from tilewise.nn.layers.swaps import swapped
 
-__all__ = ["obstacle"]
+__all__ = ["REGION", "obstacle"]
+
+REGION = "_tilewise_region"
+"""The mark of the ``forward`` of a module that runs by programs."""
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _TENSORS = (torch.Tensor, nn.Parameter)
@@ -23,6 +26,9 @@ def obstacle(model: nn.Module, device: torch.device) -> str:
 
 def _of_root(model: nn.Module) -> str:
     """Why the model as a whole cannot be captured, or its ``forward`` not be replaced."""
+    for name, module in model.named_modules():
+        if hasattr(module.__dict__.get("forward"), REGION):
+            return f"{name or 'the model'} runs as a region, which has a graph of its own"
     if kind_of(model) is not None or swapped(model) is not None:
         return "the model is itself a layer that runs by plan; nn.Sequential(model) would do"
     if any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers())):

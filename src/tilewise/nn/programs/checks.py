@@ -11,10 +11,19 @@ from tilewise.nn.programs.slots import KINDS, Slot, Step, root
 __all__ = ["check_program"]
 
 
-def check_program(slots: Sequence[Slot], steps: Sequence[Step], inputs: Sequence[int], outputs: Sequence[int]) -> None:
-    """Raise ``ValueError`` where the slots and steps do not make a program; the message names the slot or step."""
+def check_program(
+    slots: Sequence[Slot],
+    steps: Sequence[Step],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    device: torch.device,
+) -> None:
+    """Raise ``ValueError`` where the slots and steps do not make a program of ``device``.
+
+    The message names the slot or step.
+    """
     for index, slot in enumerate(slots):
-        if reason := _slot_fault(slots, index):
+        if reason := _slot_fault(slots, index, device):
             raise ValueError(f"slot {index} ({slot.kind!r}, {slot}): {reason}")
     for what, places in (("inputs", inputs), ("outputs", outputs)):
         for place in places:
@@ -38,7 +47,7 @@ def check_program(slots: Sequence[Slot], steps: Sequence[Step], inputs: Sequence
             raise ValueError(f"slot {index} is of the kind 'output', and outputs={tuple(outputs)} have it not")
 
 
-def _slot_fault(slots: Sequence[Slot], index: int) -> str:
+def _slot_fault(slots: Sequence[Slot], index: int, device: torch.device) -> str:
     """What is wrong with one slot; empty where nothing is."""
     slot = slots[index]
     if slot.kind not in KINDS:
@@ -51,8 +60,9 @@ def _slot_fault(slots: Sequence[Slot], index: int) -> str:
         return "a tensor for a constant, and for a constant alone, would do"
     if slot.tensor is not None and slot.tensor.layout is not torch.strided:
         return f"its tensor has the layout {slot.tensor.layout}: strided would do; operators hold others as arguments"
-    if slot.tensor is not None and not (slot.has(slot.tensor) and slot.tensor.device.type == "cpu"):
-        return "its tensor is another one: one on the CPU that lies as the slot says would do"
+    if slot.tensor is not None and not (slot.has(slot.tensor) and slot.tensor.device == device):
+        where = "the CPU" if device.type == "cpu" else str(device)
+        return f"its tensor is another one: one on {where} that lies as the slot says would do"
     if slot.view_of is None:
         return ""
     if slot.kind in ("input", "constant"):

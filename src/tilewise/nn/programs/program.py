@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.native.programs import loading, why_never
+from tilewise.machine.device import is_capturing
+from tilewise.machine.recording import Recorder
 from tilewise.machine.workspaces import aligned
 from tilewise.nn.programs.arena import Use, lives_of, most_at_once, packed
 from tilewise.nn.programs.checks import check_program
+from tilewise.nn.programs.graphed import Graphed
 from tilewise.nn.programs.native import Native, native_program
 from tilewise.nn.programs.slots import Slot, Step, described, offset_in_root, root
 
@@ -24,6 +27,8 @@ __all__ = ["ALIGNMENT", "KEPT_ARENAS", "Program", "where_expected"]
 
 ALIGNMENT = 16
 """Bytes at a multiple of which an input begins, or it is copied."""
+MOST_STREAMS = 8
+"""Streams of a GPU for which arenas are kept."""
 KEPT_ARENAS = 4
 """Arenas that a program keeps between calls at most: as many threads may call it at once without new memory."""
 CPU = torch.device("cpu")
@@ -42,6 +47,8 @@ class Program:
     flight has an arena of its own, so several threads may call one program; up to :data:`KEPT_ARENAS` are kept between
     calls. Outputs are new memory, except where an output is an input, a constant, or a view of one.
 
+    All tensors are on ``device``. On a GPU arenas belong to streams: a call's work is queued on the current one.
+
     Steps run in Python until :meth:`use_native` has them run from C++, with the same bits.
 
     Raises ``ValueError`` for slots and steps that do not fit together, and at a call for inputs that do not lie as
@@ -59,11 +66,17 @@ class Program:
     """
 
     def __init__(
-        self, slots: Sequence[Slot], steps: Sequence[Step], inputs: Sequence[int], outputs: Sequence[int]
+        self,
+        slots: Sequence[Slot],
+        steps: Sequence[Step],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        device: torch.device = CPU,
     ) -> None:
         self.slots, self.steps = tuple(slots), tuple(steps)
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        check_program(self.slots, self.steps, self.inputs, self.outputs)
+        self.device = device
+        check_program(self.slots, self.steps, self.inputs, self.outputs, device)
         roots = [root(self.slots, index) for index in range(len(self.slots))]
         self.new = {step.output for step in self.steps if step.gives_new}
         written = {roots[step.output] for step in self.steps}
@@ -82,8 +95,9 @@ class Program:
         self._calls = [_Call(step) for step in self.steps]
         changing = {*self.inputs, *self.fresh, *self.new}
         self._changing = sorted(changing | {view for base in changing for view in self._views.get(base, ())})
-        self._frames: list[_Frame] = []
+        self._frames: dict[int, list[_Frame]] = {}
         self.kept_arenas = KEPT_ARENAS
+        self._graph: Graphed | None = None
         self.native: Native | None = None
         """The program in native code; ``None`` where it runs in Python."""
         self.why_not_native = UNASKED
@@ -92,6 +106,12 @@ class Program:
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The outputs for the given inputs."""
+        graph = self._graph
+        if graph is not None:
+            self._check(tensors)
+            found = graph(*tensors)
+            if found is not NotImplemented:
+                return found
         native = self.native
         if native is not None:
             found = native.call(*tensors)
@@ -111,6 +131,9 @@ class Program:
         ``TILEWISE_NATIVE`` that makes no sense.
         """
         self.native = None
+        if self.device.type != "cpu":
+            self.why_not_native = f"its tensors are on {self.device}, whose steps a graph replays"
+            return self.why_not_native
         self.why_not_native = why_never() or loading().finished().reason
         if not self.why_not_native:
             try:
@@ -119,11 +142,32 @@ class Program:
                 self.why_not_native = f"{type(error).__name__}: {error}"
         return self.why_not_native
 
+    def use_graph(self, tensors: Sequence[Tensor], recorder: Recorder) -> str:
+        """Have calls replay one recording of all steps from now on, and return why they cannot; empty where they do.
+
+        The steps are run on ``tensors`` to be recorded. Calls that come while another replays run step by step.
+        """
+        self._graph = None
+        try:
+            self._graph = Graphed(self.in_python, tensors, recorder)
+        except (RuntimeError, ValueError) as error:  # what CUDA and libraries say of what cannot be captured
+            return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return ""
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that the recording holds; 0 where there is none."""
+        return 0 if self._graph is None else self._graph.nbytes
+
+    def drop_graph(self) -> None:
+        """Have calls run step by step again."""
+        self._graph = None
+
     def in_python(self, *tensors: Tensor) -> Any:
         """A call whose steps all run from Python."""
         self._check(tensors)
-        if torch.is_autocast_enabled("cpu"):  # the steps' types have been decided
-            with torch.autocast("cpu", enabled=False):
+        if torch.is_autocast_enabled(self.device.type):  # the steps' types have been decided
+            with torch.autocast(self.device.type, enabled=False):
                 return self._in_frame(tensors)
         return self._in_frame(tensors)
 
@@ -146,8 +190,9 @@ class Program:
 
     def _in_frame(self, tensors: Sequence[Tensor], calls: Sequence[_Call] | None = None) -> Any:
         """Run the steps, or ``calls`` in their place, with an arena that no other call uses."""
+        kept = self._kept_frames()
         try:
-            frame = self._frames.pop()
+            frame = kept.pop()
         except IndexError:
             frame = _Frame(self)
         try:
@@ -156,8 +201,20 @@ class Program:
         finally:
             for index in self._changing:
                 frame.values[index] = None
-            if len(self._frames) < KEPT_ARENAS:
-                self._frames.append(frame)
+            if len(kept) < KEPT_ARENAS:
+                kept.append(frame)
+
+    def _kept_frames(self) -> list[_Frame]:
+        """The arenas that a call now may use: those of its stream, and none while a graph is captured, whose own
+        memory has to hold them.
+        """
+        if self.device.type == "cpu":
+            return self._frames.setdefault(0, [])
+        if is_capturing(self.device):
+            return []
+        if len(self._frames) > MOST_STREAMS:
+            self._frames.clear()
+        return self._frames.setdefault(torch.cuda.current_stream(self.device).cuda_stream, [])
 
     def release(self) -> None:
         """Free the arenas that are kept between calls."""
@@ -173,8 +230,10 @@ class Program:
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"input {number} is a {type(tensor).__name__}: a tensor would do")
             slot = self.slots[index]
-            if tensor.device != CPU or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
-                raise ValueError(f"input {number} is on {tensor.device}, {tensor.layout}: a plain CPU tensor would do")
+            strange = tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj()
+            if tensor.device != self.device or strange:
+                wanted = "a plain CPU tensor" if self.device.type == "cpu" else f"a plain tensor on {self.device}"
+                raise ValueError(f"input {number} is on {tensor.device}, {tensor.layout}: {wanted} would do")
             if not slot.has(tensor):
                 given = described(tensor.dtype, tensor.shape, tensor.stride())
                 raise ValueError(f"input {number} is {given}: {slot} would do")
@@ -186,7 +245,7 @@ class Program:
             self._set(values, index, tensor)
         for index in self.fresh:
             slot = self.slots[index]
-            self._set(values, index, torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=CPU))
+            self._set(values, index, self._empty(slot))
         for number, call in enumerate(calls):
             try:
                 if call.new:
@@ -200,6 +259,10 @@ class Program:
                 raise
         results = tuple(self._result(frame, index) for index in self.outputs)
         return results[0] if len(results) == 1 else results
+
+    def _empty(self, slot: Slot) -> Tensor:
+        """New memory for a slot."""
+        return torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=self.device)
 
     def note(self, number: int) -> str:
         """What is said of an error in step ``number``."""
@@ -216,7 +279,7 @@ class Program:
         slot = self.slots[self.steps[number].output]
         if not isinstance(found, Tensor):
             raise TypeError(f"the step returned a {type(found).__name__}: a tensor would do")
-        if not slot.has(found) or found.device != CPU:
+        if not slot.has(found) or found.device != self.device:
             given = described(found.dtype, found.shape, found.stride())
             raise ValueError(f"the step returned {given}: {slot} would do")
 
@@ -224,7 +287,7 @@ class Program:
         """The tensor of an output; a copy where a step returned a view of the arena, which the next call overwrites."""
         found: Tensor = frame.values[index]
         if frame.arena is not None and found.untyped_storage().data_ptr() == frame.arena.untyped_storage().data_ptr():
-            copy = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=CPU)
+            copy = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=self.device)
             return copy.copy_(found)
         return found
 
@@ -261,10 +324,11 @@ class _Frame:
         size = program.arena_bytes
         self.values: list[Any] = [slot.tensor for slot in program.slots]
         with torch.inference_mode(False), torch.no_grad():
-            self.arena = aligned(size, CPU) if size else None
+            self.arena = aligned(size, program.device) if size else None
             for index, offset in program.offsets.items():
                 slot = program.slots[index]
-                program._set(self.values, index, _carved(self.arena, offset, slot))
+                carved = None if self.arena is None or not slot.nbytes else _carved(self.arena, offset, slot)
+                program._set(self.values, index, program._empty(slot) if carved is None else carved)
             for index, slot in enumerate(program.slots):
                 if slot.kind == "constant" and slot.tensor is not None:
                     program._set(self.values, index, slot.tensor.detach())
@@ -283,10 +347,8 @@ def _copied(t: Tensor) -> Tensor:
     return t.as_strided((span,), (1,)).clone().as_strided(t.shape, t.stride())
 
 
-def _carved(arena: Tensor | None, offset: int, slot: Slot) -> Tensor:
+def _carved(arena: Tensor, offset: int, slot: Slot) -> Tensor:
     """The tensor of ``slot`` that begins ``offset`` bytes behind the arena's beginning."""
-    if arena is None or not slot.nbytes:
-        return torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=CPU)
     piece = arena.narrow(0, offset, slot.nbytes).view(slot.dtype)
     return piece.as_strided(slot.shape, slot.strides)
 

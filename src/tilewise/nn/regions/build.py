@@ -30,11 +30,11 @@ Bindings = dict[tuple[Any, Any], Any]
 class Builder:
     """Slots and steps of a program, which grow as parts are added in order.
 
-    ``constants`` keeps what is computed from parameters. Equal plans are bound once.
+    ``constants`` keeps what is computed from parameters. All tensors are on ``device``. Equal plans are bound once.
     """
 
-    def __init__(self, constants: Constants) -> None:
-        self._constants = constants
+    def __init__(self, constants: Constants, device: torch.device) -> None:
+        self._constants, self._device = constants, device
         self._slots: list[Slot] = []
         self._steps: list[Step] = []
         self._inputs: list[int] = []
@@ -96,7 +96,7 @@ class Builder:
             while (base := self._slots[root].view_of) is not None:
                 root = base
             self._slots[root] = replace(self._slots[root], kind="output")
-        return Program(self._slots, self._steps, self._inputs, outputs)
+        return Program(self._slots, self._steps, self._inputs, outputs, self._device)
 
     def _new(self, slot: Slot) -> int:
         """The index of a new slot."""
@@ -159,7 +159,9 @@ class Builder:
         key = problem, planned.plan
         if key not in self._bound:
             w = self._slots[inputs[1]].tensor
-            example = torch.empty_strided(*product.described(first), dtype=problem.torch_dtype(first), device="cpu")
+            example = torch.empty_strided(
+                *product.described(first), dtype=problem.torch_dtype(first), device=self._device
+            )
             self._bound[key] = execute.bind(planned.plan, problem, example, w)
         self._steps.append(Step(unit.name, tuple(inputs), output, plan=self._bound[key]))
         own = tuple(unit.value.shape)

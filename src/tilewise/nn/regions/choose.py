@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tilewise.comm.agreement import several_ranks
+from tilewise.machine.recording import recorder_of
 from tilewise.machine.torch_state import undisturbed
 from tilewise.nn.graphs.inputs import Inputs
 from tilewise.nn.kept_values import tensors_in
@@ -54,16 +55,18 @@ def why_no_regions(asked: Settings, schedule: object, examples: Sequence[object]
     reason = why_not_compared(bound, schedule)
     if reason:
         return reason
-    tensors = tensors_in(examples)
-    if not tensors or any(t.device.type != "cpu" for t in tensors):
-        return "its inputs are not on the CPU"
+    places = {t.device for t in tensors_in(examples)}
+    if len(places) != 1 or next(iter(places)).type not in ("cpu", "cuda"):
+        return "its inputs are not all on the CPU, or all on one GPU"
+    if next(iter(places)).type == "cuda" and not asked.frozen:
+        return "the host would wait for the GPU to compare weights at every call: frozen=True would do"
     if asked.wait is False:
         return "wait=False: layers are planned in the background"
     return ""
 
 
 class RegionPlanner:
-    """Plans regions of one model under the options ``asked``, with the plans of ``plan_table``."""
+    """Plans regions of one model on ``device`` under the options ``asked``, with the plans of ``plan_table``."""
 
     def __init__(
         self,
@@ -72,10 +75,11 @@ class RegionPlanner:
         plan_table: PlanTable,
         weights: Weights,
         filter_fn: Filter | None,
+        device: torch.device,
     ) -> None:
-        self.model = model
+        self.model, self._device = model, device
         self._asked, self._weights, self._filter = asked, weights, filter_fn
-        self._times = Times()
+        self._times = Times(device)
         self._plans = RegionPlans(plan_table)
         is_shown = isinstance(plan_table.planner.progress, Late)
         self._shown = Late("programs of a region", "timing", "timed") if is_shown else None
@@ -129,7 +133,7 @@ class RegionPlanner:
         """Let a module run by its programs."""
         plan_call = functools.partial(self._on_sight, name)
         on_sight = self._asked.unplanned == "plan"
-        regional = Regional(module, plan_call, self._retraced, on_sight=on_sight)
+        regional = Regional(module, plan_call, self._retraced, self._device, on_sight=on_sight)
         for part in module.modules():
             swap_back(part)
         run_by_programs(module, regional)
@@ -210,7 +214,8 @@ class RegionPlanner:
             found = planned.program(*given)
             results = found if isinstance(found, tuple) else (found,)
             error = error_of(results, wanted)
-            pairs = timed(by_torch, functools.partial(ready, tensors))
+            graph = self._graphed(planned.program, given)
+            pairs = timed(by_torch, functools.partial(ready, tensors), self._device)
         least, speedup, most = pairs.speedup
         torch_ms, planned_ms = pairs.medians
         reason = self._why_lost(error, torch_error, [t.dtype for t in results])
@@ -232,11 +237,30 @@ class RegionPlanner:
             torch_error=torch_error,
             fused=planned.fused,
             conversions=planned.conversions,
-            why_not_native=planned.program.why_not_native,
-            bytes=planned.program.arena_bytes + planned.constants.nbytes,
+            why_not_native=planned.program.why_not_native if self._device.type == "cpu" else graph,
+            bytes=planned.program.arena_bytes + planned.program.graph_bytes + planned.constants.nbytes,
             lines=tuple(RegionLine(line.name, line.runs, line.layout, line.ms) for line in planned.lines),
         )
         return ready, report
+
+    def _graphed(self, program: Program, given: Sequence[torch.Tensor]) -> str:
+        """Let a program on a GPU replay a CUDA graph where that is asked for and surely faster.
+
+        Returns why its steps are called from Python; empty where they are not, and on a CPU.
+        """
+        if self._device.type == "cpu":
+            return ""
+        if self._asked.graphs != "auto":
+            return "graphs='never': graphs='auto' would replay them from a CUDA graph"
+        reason = program.use_graph(given, recorder_of(self._device))
+        if reason:
+            return f"they cannot be captured: {reason}"
+        stepwise, replayed = functools.partial(program.in_python, *given), functools.partial(program, *given)
+        least, _, _ = timed(stepwise, replayed, self._device).speedup
+        if least <= LEAST_SPEEDUP:
+            program.drop_graph()
+            return "a replay of their graph is not surely faster"
+        return ""
 
     def _why_lost(self, error: float, torch_error: float, dtypes: Sequence[torch.dtype]) -> str:
         """Why results that are ``error`` away from float64 are not good enough; empty where they are."""

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from tilewise.comm.agreement import several_ranks
 from tilewise.kernels.native.programs import usual_call
+from tilewise.machine.device import is_capturing
 from tilewise.machine.recent import Recent
 from tilewise.nn.graphs.inputs import Inputs
 from tilewise.nn.graphs.modes import entered, modes, undisturbed, watched
+from tilewise.nn.graphs.obstacles import REGION
 from tilewise.nn.graphs.standing import Standing
 from tilewise.nn.layers.call import is_plain
 from tilewise.nn.layers.swaps import swap, swapped
@@ -37,7 +39,6 @@ MOST_ON_SIGHT = 32
 """Kinds of calls of one module that are planned when they come, at the most."""
 MOST_REASONS = 16
 """Different reasons that are counted."""
-MARK = "_tilewise_region"
 
 
 class Ready:
@@ -45,7 +46,7 @@ class Ready:
 
     def __init__(self, module: nn.Module, traced: Traced, planning: Planning, code: str, inputs: Inputs) -> None:
         self.traced, self.planning, self.code = traced, planning, code
-        self.shape, self.modes = inputs.shape, modes("cpu")
+        self.shape, self.modes = inputs.shape, modes(inputs.tensors[0].device.type)
         self.standing = Standing(module)
         self._single = traced.leaves == ((True, 0),) and traced.structure.is_leaf()
 
@@ -73,7 +74,8 @@ Retrace = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], tuple[Traced
 class Regional:
     """The programs of one module, and of what became of its calls.
 
-    ``plan_call`` plans a call of a kind that was not seen before, where ``on_sight`` allows it. ``expected`` are the
+    ``plan_call`` plans a call of a kind that was not seen before, where ``on_sight`` allows it, for tensors on
+    ``device``. ``expected`` are the
     kinds that are planned at their first call in any case: those of the module that this one is a copy of.
     """
 
@@ -82,11 +84,12 @@ class Regional:
         module: nn.Module,
         plan_call: PlanCall,
         retrace: Retrace,
+        device: torch.device,
         *,
         on_sight: bool,
         expected: frozenset[tuple[Any, ...]] = frozenset(),
     ) -> None:
-        self._module = weakref.ref(module)
+        self._module, self._device = weakref.ref(module), device
         self._plan_call, self._retrace, self._on_sight = plan_call, retrace, on_sight
         self._expected = expected
         self._ready: Recent[tuple[Any, ...], Ready] = Recent(2 * MOST_PROGRAMS)
@@ -112,7 +115,9 @@ class Regional:
 
     def copied(self, module: nn.Module) -> Regional:
         """The same for a copy of the module: its programs are made when it is called first."""
-        return Regional(module, self._plan_call, self._retrace, on_sight=self._on_sight, expected=self.kinds)
+        return Regional(
+            module, self._plan_call, self._retrace, self._device, on_sight=self._on_sight, expected=self.kinds
+        )
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the module returns: by a program where there is one, else as its class computes."""
@@ -140,13 +145,16 @@ class Regional:
     ) -> Ready | str:
         """The program for a call, or why there is none."""
         last = self._last
-        state = modes("cpu")
+        state = modes(self._device.type)
         if last is not None and last.shape == inputs.shape and last.modes == state and last.standing.holds():
             return last
         if inputs.obstacle:
             return inputs.obstacle
-        if not all(is_plain(t) and t.device.type == "cpu" for t in inputs.tensors):
-            return "called with tensors that are not plain tensors on the CPU"
+        if not all(is_plain(t) and t.device == self._device for t in inputs.tensors):
+            where = "the CPU" if self._device.type == "cpu" else self._device
+            return f"called with tensors that are not plain tensors on {where}"
+        if is_capturing(self._device):
+            return "called while a CUDA graph is captured, in which nothing is planned"
         with self._lock:
             key = inputs.shape, state
             found = self._ready.get(key)
@@ -220,7 +228,7 @@ _regional: weakref.WeakKeyDictionary[nn.Module, Regional] = weakref.WeakKeyDicti
 def regional_of(module: nn.Module) -> Regional | None:
     """The programs by which a module runs; ``None`` where it does not."""
     forward = swapped(module)
-    return _regional.get(module) if hasattr(forward, MARK) else None
+    return _regional.get(module) if hasattr(forward, REGION) else None
 
 
 def run_by_programs(module: nn.Module, regional: Regional) -> None:
@@ -234,6 +242,6 @@ def run_by_programs(module: nn.Module, regional: Regional) -> None:
             own = _regional.setdefault(self, regional.copied(self))
         return own(self, args, kwargs)
 
-    setattr(forward, MARK, True)
+    setattr(forward, REGION, True)
     _regional[module] = regional
     swap(module, forward)

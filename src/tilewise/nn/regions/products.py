@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tilewise.machine.device import conv_precision, device_name, matmul_precision
 from tilewise.nn.regions import fused
 from tilewise.nn.regions.units import Strides, Unit, normal, value_of
 from tilewise.problems.activations import ACTIVATIONS
@@ -45,12 +46,8 @@ class Product:
 def products_of(unit: Unit) -> list[Product]:
     """The problems by which a fused layer may be computed; none where its dtype is not planned."""
     x = value_of(unit.inputs[0])
-    if (
-        x.dtype not in DTYPE_NAMES
-        or value_of(unit.node).dtype is not x.dtype
-        or not x.numel()
-        or x.device.type != "cpu"
-    ):
+    known = x.device.type in ("cpu", "cuda")
+    if x.dtype not in DTYPE_NAMES or value_of(unit.node).dtype is not x.dtype or not x.numel() or not known:
         return []
     try:
         return list(_convolutions(unit) if unit.node.target is fused.convolution else _linears(unit))
@@ -67,12 +64,8 @@ def _convolutions(unit: Unit) -> Iterator[Product]:
     x, w, b, residual, activation, *_, groups = arguments
     given: Any = value_of(x)
     weight, axes = weight_shape(w), axes_of(unit.node)
-    layouts = [("contiguous", "contiguous")]
-    if len(axes) == 2:
-        layouts.append(("channels_last", "channels_last"))
-        if groups == 1 and given.shape[1] <= COLOURS:
-            layouts.append(("contiguous", "channels_last"))
-    for read, written in layouts:
+    on_gpu = given.device.type == "cuda"
+    for read, written in _layouts(given, groups, len(axes)):
         problem = ConvProblem(
             Pass.FPROP,
             batch=given.shape[0],
@@ -86,11 +79,25 @@ def _convolutions(unit: Unit) -> Iterator[Product]:
             activation=activation,
             constant_weight=True,
             layouts=(read, written, written),
+            precision=conv_precision() if on_gpu else "ieee",
+            device=device_name(given.device),
         )
         shape = problem.shape("y")
         yield Product(
             problem, normal(given.shape, dense_strides(given.shape, read)), normal(shape, dense_strides(shape, written))
         )
+
+
+def _layouts(x: torch.Tensor, groups: int, dims: int) -> list[tuple[str, str]]:
+    """The layouts that a convolution of ``x`` is planned in: of its input, and of its result."""
+    contiguous, last = ("contiguous", "contiguous"), ("channels_last", "channels_last")
+    if dims != 2:
+        return [contiguous]
+    if x.device.type == "cuda":
+        # Matrix units read channels side by side: of 16 bits all else is a copy into this layout first.
+        return [last] if groups == 1 and x.element_size() == 2 else [contiguous, last]
+    colours = [("contiguous", "channels_last")] if groups == 1 and x.shape[1] <= COLOURS else []
+    return [contiguous, last, *colours]
 
 
 def _linears(unit: Unit) -> Iterator[Product]:
@@ -101,9 +108,19 @@ def _linears(unit: Unit) -> Iterator[Product]:
     rows, inputs = given.shape
     outputs = weight_shape(w)[0]
     reads, gives = normal((rows, inputs), (inputs, 1)), normal((rows, outputs), (outputs, 1))
-    dtype = DTYPE_NAMES[given.dtype]
+    dtype, device, on_gpu = DTYPE_NAMES[given.dtype], device_name(given.device), given.device.type == "cuda"
     if residual is None and activation in ACTIVATIONS:
-        product = GemmProblem(rows, outputs, inputs, "NT", dtype=dtype, bias=b is not None, activation=activation)
+        product = GemmProblem(
+            rows,
+            outputs,
+            inputs,
+            "NT",
+            dtype=dtype,
+            bias=b is not None,
+            activation=activation,
+            precision=matmul_precision() if on_gpu else "ieee",
+            device=device,
+        )
         yield Product(product, reads, gives)
     problem = ConvProblem(
         Pass.FPROP,
@@ -117,6 +134,8 @@ def _linears(unit: Unit) -> Iterator[Product]:
         activation=activation,
         constant_weight=True,
         layouts=("channels_last",) * 3,
+        precision=conv_precision() if on_gpu else "ieee",
+        device=device,
     )
     yield Product(problem, reads, gives)
 

@@ -100,8 +100,8 @@ def plan_region(
 ) -> Planning:
     """Plan what was traced for inputs that lie as ``tensors`` do. ``traced`` is rewritten in place.
 
-    Where a product has several plans, or several layouts, all are timed in their place in the whole region. Where the
-    errors of all together are too large, more exact plans are asked for, and the sum of the squares of the plans' own
+    On a CPU, where a product has several plans, or several layouts, all are timed in their place in the whole region.
+    Where the errors of all together are too large, more exact plans are asked for, and the sum of the squares of the plans' own
     errors gets a limit: errors of layers add up as independent ones do. Within it the fastest are chosen, and so on
     until the whole is exact enough. ``tell`` shows how far the timing is.
 
@@ -116,8 +116,9 @@ def plan_region(
     blocks = blocks_of(units)
     region = _Region(traced, tensors, units)
     region.find_ways(times, plans, blocks, source.some([block.product.problem for block in blocks]))
-    with showing(tell):
-        region.time_in_place(times, weights, tell)
+    if times.device.type == "cpu":  # a GPU's caches hold little from one layer to the next
+        with showing(tell):
+            region.time_in_place(times, weights, tell)
     most, rounds = math.inf, 0
     while True:
         choice = region.choose(times, most=most)
@@ -257,7 +258,7 @@ class _Region:
 
     def _built(self, choice: Choice, constants: Constants) -> tuple[Builder, list[int]]:
         """What makes the program of a choice, and the number of each part's step, -1 for a view."""
-        builder, steps = Builder(constants), []
+        builder, steps = Builder(constants, self._tensors[0].device), []
         for node, tensor in zip(self._given, self._tensors, strict=True):
             builder.give(node, tensor)
         for unit, ways, index in zip(self._units, self._ways, choice.ways, strict=True):

@@ -34,6 +34,8 @@ __all__ = ["Deferred", "Planned", "Times", "View", "ways_of"]
 
 SAMPLE_S, MOST_RUNS, LEAST_RUNS = 0.02, 50, 3
 """An operator is run until so many seconds have passed, so often at the most and at the least."""
+QUEUED_RUNS = 20
+"""So often it is run on a GPU, whose queue hides what a call takes the host."""
 BY_STRIDES = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten._reshape_alias.default})
 """Views that name strides, and so hold for one format alone."""
 MOST_COMBINATIONS = 6
@@ -69,16 +71,24 @@ class Deferred:
 
 
 class Times:
-    """What operators take in milliseconds, each measured once; conversions between formats as well."""
+    """What operators take in milliseconds on ``device``, each measured once; conversions between formats as well."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._known: dict[Any, float] = {}
 
     def of(self, key: Any, run: Callable[[], object]) -> float:
         """The time of ``run()``, which ``key`` stands for."""
         if key not in self._known:
-            self._known[key] = _measured(run)
+            self._known[key] = _measured(run) if self.device.type == "cpu" else _measured_queued(run, self.device)
         return self._known[key]
+
+    def example(self, shape: Sequence[int], strides: Strides, dtype: torch.dtype) -> Tensor:
+        """A tensor to measure with: normal numbers, or zeros where the dtype has no fractions."""
+        tensor = torch.empty_strided(tuple(shape), strides, dtype=dtype, device=self.device)
+        if dtype.is_floating_point:
+            return tensor.normal_(generator=torch.Generator(self.device).manual_seed(0))
+        return tensor.zero_()
 
     def conversion(self, value: Tensor) -> float:
         """What it takes to copy a tensor into another format."""
@@ -88,7 +98,7 @@ class Times:
         def run() -> None:
             target.copy_(source)
 
-        source, target = example(shape, last, dtype), example(shape, first, dtype)
+        source, target = self.example(shape, last, dtype), self.example(shape, first, dtype)
         return self.of(("conversion", shape, dtype), run)
 
 
@@ -116,14 +126,6 @@ def ways_of(
     return tuple(found)
 
 
-def example(shape: Sequence[int], strides: Strides, dtype: torch.dtype) -> Tensor:
-    """A tensor to measure with: normal numbers, or zeros where the dtype has no fractions."""
-    tensor = torch.empty_strided(tuple(shape), strides, dtype=dtype, device="cpu")
-    if dtype.is_floating_point:
-        return tensor.normal_(generator=torch.Generator("cpu").manual_seed(0))
-    return tensor.zero_()
-
-
 def _products(
     unit: Unit, known: Mapping[fx.Node, set[Strides]], plans: Mapping[Problem, Sequence[Plan]]
 ) -> Iterator[Way]:
@@ -147,8 +149,8 @@ def _by_torch(unit: Unit, known: Mapping[fx.Node, set[Strides]], times: Times) -
         formats(value_of(node).shape)[0] if len(known[node]) > 1 else next(iter(known[node])) for node in unit.inputs
     )
     x = value_of(unit.inputs[0])
-    tensors = [example(x.shape, reads[0], x.dtype)]
-    tensors += [example(value_of(node).shape, f, x.dtype) for node, f in zip(unit.inputs[1:], reads[1:], strict=True)]
+    formats_of = zip(unit.inputs, reads, strict=True)
+    tensors = [times.example(value_of(node).shape, format_, x.dtype) for node, format_ in formats_of]
     with torch.no_grad():
         result = run(*tensors)
     key = run.function, repr(arguments[4:]), tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors)
@@ -176,16 +178,16 @@ def _operators(unit: Unit, known: Mapping[fx.Node, set[Strides]], times: Times) 
     """A way for each combination of formats of the inputs."""
     for combination in _combinations(unit, known):
         tensors = [
-            example(value_of(node).shape, strides, value_of(node).dtype)
+            times.example(value_of(node).shape, strides, value_of(node).dtype)
             for node, strides in zip(unit.inputs, combination, strict=True)
         ]
         result = _call(unit, tensors)
         if tuple(result.shape) != tuple(unit.value.shape) or result.dtype is not unit.value.dtype:
             raise Untraceable(f"{unit.overload} gives another shape when it is run than when it was traced")
         gives = normal(result.shape, result.stride())
-        operator, out = _written(unit), None
+        operator, out = _written(unit, times.device), None
         if operator.out:
-            out = torch.empty_strided(tuple(result.shape), gives, dtype=result.dtype, device="cpu")
+            out = torch.empty_strided(tuple(result.shape), gives, dtype=result.dtype, device=times.device)
         arguments = tensors if out is None else [*tensors, out]
         shapes = tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors)
         key = str(operator.overload), repr(operator.arguments), repr(operator.keywords), shapes
@@ -199,9 +201,8 @@ def _operators(unit: Unit, known: Mapping[fx.Node, set[Strides]], times: Times) 
 def _by_kernels(found: Iterable[tuple[KernelCall, tuple[Strides, ...], Strides]], times: Times) -> Iterator[Way]:
     """The ways of a part by kernels of ours: each call with the formats that it reads and the one it gives."""
     for call, reads, gives in found:
-        tensors = [
-            example(shape, strides, torch.float32) for shape, strides in zip(call.shapes, (*reads, gives), strict=True)
-        ]
+        given = zip(call.shapes, (*reads, gives), strict=True)
+        tensors = [times.example(shape, strides, torch.float32) for shape, strides in given]
         yield Way(reads, gives, times.of(call, functools.partial(call, *tensors)), call)
 
 
@@ -213,8 +214,9 @@ def _joined(unit: Unit, times: Times) -> Iterator[Way]:
     for layout in range(len(formats(unit.value.shape))):
         possible = [formats(value_of(node).shape) for node in parts]
         reads = [each[min(layout, len(each) - 1)] for each in possible]
-        tensors = [example(value_of(node).shape, f, torch.float32) for node, f in zip(parts, reads, strict=True)]
-        tensors += [example(numbers, (1,), torch.float32) for _ in range(2)]
+        dtype = unit.value.dtype
+        tensors = [times.example(value_of(node).shape, f, dtype) for node, f in zip(parts, reads, strict=True)]
+        tensors += [times.example(numbers, (1,), dtype) for _ in range(2)]
         places = tuple(map(Place, range(len(tensors))))
         run = Call("joined", (places[:-2], *places[-2:], activation))
         with torch.no_grad():
@@ -249,7 +251,7 @@ def _call(unit: Unit, tensors: Sequence[Any]) -> Tensor:
         return operator.run(*tensors)
 
 
-def _written(unit: Unit) -> Operator:
+def _written(unit: Unit, device: torch.device) -> Operator:
     """The operator of a part: one that writes into a given result where torch has a kernel for that."""
     plain = Operator(unit.overload, unit.arguments, unit.keywords or {}, result=unit.result)
     schema = unit.overload._schema
@@ -260,7 +262,7 @@ def _written(unit: Unit) -> Operator:
         others = [(a.name, str(a.type)) for a in overload._schema.arguments if not a.is_out]
         if len(outs) != 1 or others != [(a.name, str(a.type)) for a in schema.arguments]:
             continue
-        if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CPU"):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), device.type.upper()):
             return Operator(overload, unit.arguments, unit.keywords or {}, out=outs[0].name)
     return plain
 
@@ -277,3 +279,18 @@ def _measured(run: Callable[[], object]) -> float:
             run()
             taken.append(time.perf_counter() - begin)
     return min(taken) * 1e3
+
+
+def _measured_queued(run: Callable[[], object], device: torch.device) -> float:
+    """The time of ``run()`` on a GPU in milliseconds: of many that are queued one after the other."""
+    pause()
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.no_grad(), torch.cuda.device(device):
+        for _ in range(LEAST_RUNS):
+            run()
+        first.record()
+        for _ in range(QUEUED_RUNS):
+            run()
+        last.record()
+        last.synchronize()
+    return float(first.elapsed_time(last)) / QUEUED_RUNS

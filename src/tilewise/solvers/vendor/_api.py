@@ -81,7 +81,7 @@ _spare: dict[int, list[int]] = {}
 class Handle:
     """A cuDNN handle of one thread and the stream that it was last set to.
 
-    ``pointers`` has room for three addresses; ``address`` is where they are.
+    ``pointers`` has room for five addresses: operands, result, bias and residual. ``address`` is where they are.
     """
 
     __slots__ = ("address", "device", "pointers", "stream", "value")
@@ -89,7 +89,7 @@ class Handle:
     def __init__(self, device: int) -> None:
         cudnn = load()
         self.device = device
-        self.pointers = array.array("q", [0, 0, 0])
+        self.pointers = array.array("q", [0] * 5)
         self.address: int = self.pointers.buffer_info()[0]
         try:
             self.value: int = _spare.setdefault(device, []).pop()

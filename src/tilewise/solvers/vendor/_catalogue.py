@@ -68,9 +68,9 @@ class Listing:
 
 
 def plain(p: ConvProblem) -> ConvProblem:
-    """``p`` without the properties that a cuDNN convolution graph does not have."""
-    if p.accumulate or p.bias or p.constant_weight:
-        return replace(p, accumulate=False, bias=False, constant_weight=False)
+    """``p`` without the properties that a cuDNN graph of a single convolution does not have."""
+    if p.accumulate or p.bias or p.residual or p.activation != "none" or p.constant_weight:
+        return replace(p, accumulate=False, bias=False, residual=False, activation="none", constant_weight=False)
     return p
 
 
@@ -191,7 +191,7 @@ class Catalogue:
 
 def _kind(p: ConvProblem, device: int) -> tuple[Hashable, ...]:
     """What an engine's traits may depend on."""
-    return device, p.pass_, p.dims, p.dtype, p.out_dtype, p.groups > 1
+    return device, p.pass_, p.dims, p.dtype, p.out_dtype, p.groups > 1, p.bias, p.residual, p.activation
 
 
 def serves(p: ConvProblem, traits: Traits) -> bool:

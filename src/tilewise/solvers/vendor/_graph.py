@@ -24,6 +24,7 @@ from tilewise.problems.base import ALIGNMENT, dense_strides
 from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.vendor import _api as api
+from tilewise.solvers.vendor._epilogue import followed
 
 __all__ = [
     "MODES", "Built", "Engine", "Entry", "Strides", "Traits", "build", "canonical_strides", "engine_count",
@@ -158,7 +159,10 @@ def _with_unit_axis(p: ConvProblem, role: str, strides: tuple[int, ...]) -> tupl
 
 
 def operation_graph(p: ConvProblem, strides: Strides, handle: int) -> Any:
-    """The validated graph of ``p``. The operands' uids are 1 and 2, the result's is 3."""
+    """The validated graph of ``p``, with what it adds and its activation.
+
+    The operands' uids are 1 and 2, the result's is 3.
+    """
     cudnn = api.load()
     kinds = {"fp32": cudnn.data_type.FLOAT, "bf16": cudnn.data_type.BFLOAT16, "fp16": cudnn.data_type.HALF}
     zero, one = ([0], [1]) if p.dims == 1 else ([], [])
@@ -187,6 +191,8 @@ def operation_graph(p: ConvProblem, strides: Strides, handle: int) -> Any:
         dilation=one + [axis.dilation for axis in p.axes],
         **{first: operands[0], second: operands[1]},
     )
+    if p.bias or p.residual or p.activation != "none":
+        result = followed(graph, p, result, _dims(p, p.result), list(steps[p.result]), kinds[p.out_dtype])
     result.set_output(True).set_data_type(kinds[p.out_dtype])
     result.set_dim(_dims(p, p.result)).set_stride(list(steps[p.result]))
     result.set_uid(3).set_alignment(alignment[p.result])

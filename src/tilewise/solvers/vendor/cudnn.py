@@ -58,6 +58,10 @@ class Cudnn(ConvSolver):
     def __init__(self) -> None:
         self._catalogue = Catalogue()
 
+    def graphed(self, p: ConvProblem) -> ConvProblem:
+        """What of ``p`` is in cuDNN's operation graph: the convolution alone."""
+        return plain(p)
+
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Reasons: no package or library, negative padding, a filter that is a view, or cuDNN's own refusal."""
         reason = api.missing()
@@ -73,12 +77,12 @@ class Cudnn(ConvSolver):
             device = _index(p)
         except ValueError as error:
             return [str(error)]
-        reason = self._catalogue.refusal(plain(p), device)
+        reason = self._catalogue.refusal(self.graphed(p), device)
         return [reason] if reason else []
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
         """What heuristics list, in their order, then the engines that they leave out, at default knobs."""
-        return [entry.engine.config for entry in self._catalogue.listing(plain(p), _index(p)).entries]
+        return [entry.engine.config for entry in self._catalogue.listing(self.graphed(p), _index(p)).entries]
 
     def offers(
         self, p: ConvProblem, ceiling: int | None, only: Collection[Config] | None = None
@@ -86,12 +90,12 @@ class Cudnn(ConvSolver):
         """Configs with their workspaces; nothing is built to learn these. With ``only`` no heuristics are asked."""
         if only is not None:
             engines = [engine for engine in map(_engine, only) if engine.settable]
-            return [(e.config, n) for e, n in self._catalogue.taken(plain(p), engines, _index(p))]
+            return [(e.config, n) for e, n in self._catalogue.taken(self.graphed(p), engines, _index(p))]
         return [(offer.config, offer.workspace) for offer in self.details(p)]
 
     def details(self, p: ConvProblem) -> list[Offer]:
         """Every config with its workspace and cuDNN's notes."""
-        p, device = plain(p), _index(p)
+        p, device = self.graphed(p), _index(p)
         offers = []
         for entry in self._catalogue.listing(p, device).entries:
             workspace = entry.workspace
@@ -103,15 +107,15 @@ class Cudnn(ConvSolver):
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
         """Bytes that cuDNN asks for: for the strides bound so far, or for canonical ones where those need more."""
-        return self._catalogue.workspace(plain(p), _engine(c), _index(p))
+        return self._catalogue.workspace(self.graphed(p), _engine(c), _index(p))
 
     def is_deterministic(self, p: ConvProblem, c: Config) -> bool:
         """Whether cuDNN notes it as deterministic."""
-        return "NONDETERMINISTIC" not in self._catalogue.traits(plain(p), _engine(c), _index(p)).notes
+        return "NONDETERMINISTIC" not in self._catalogue.traits(self.graphed(p), _engine(c), _index(p)).notes
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """The arithmetic of the method that cuDNN's notes suggest, at a rate that few engines reach."""
-        notes = self._catalogue.traits(plain(p), _engine(c), _index(p)).notes
+        notes = self._catalogue.traits(self.graphed(p), _engine(c), _index(p)).notes
         workspace = self.workspace(p, c)
         moved = p.bytes + 2 * workspace
         if "FFT" in notes:
@@ -133,7 +137,7 @@ class Cudnn(ConvSolver):
         """Build the plan for these strides. Raises ``SolverUnavailable`` naming the engine."""
         if a.device.type != "cuda":
             raise SolverUnavailable(f"a is on {a.device}: cuDNN runs on CUDA devices")
-        p, engine = plain(p), _engine(c)
+        p, engine = self.graphed(p), _engine(c)
         given = dict(zip(p.operands, (a.stride(), b.stride()), strict=True))
         if out is not None:
             given[p.result] = out.stride()
@@ -146,7 +150,7 @@ class CudnnRun:
 
     Called with tensors it is a :data:`Run`. :meth:`run_pointers` takes the addresses of the operands, the result and
     the workspace (0 where there is none) instead, so that parts of larger tensors need no views. Addresses are aligned
-    as the problem says; cuDNN raises where they are not.
+    as the problem says; cuDNN raises where they are not. Bias and residual follow where the graph adds them.
     """
 
     __slots__ = ("_current", "_device", "_execute", "_name", "_stream")
@@ -160,19 +164,24 @@ class CudnnRun:
         api.handle(device)  # made now: it cannot be while a CUDA graph is captured
 
     def __call__(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        *added: torch.Tensor,
     ) -> torch.Tensor:
         assert out is not None
         space = 0 if workspace is None else workspace.data_ptr()
-        self.run_pointers(a.data_ptr(), b.data_ptr(), out.data_ptr(), space)
+        self.run_pointers(a.data_ptr(), b.data_ptr(), out.data_ptr(), space, *map(torch.Tensor.data_ptr, added))
         return out
 
-    def run_pointers(self, a: int, b: int, out: int, workspace: int) -> None:
+    def run_pointers(self, a: int, b: int, out: int, workspace: int, *added: int) -> None:
         """Queue the plan on the device's current stream. Raises ``SolverUnavailable`` naming the engine."""
         device = self._device
         if self._current is not None and self._current() != device:
             with torch.cuda.device(device):
-                return self.run_pointers(a, b, out, workspace)
+                return self.run_pointers(a, b, out, workspace, *added)
         stream = self._stream(device)
         try:
             handle = handles.of[device]
@@ -182,8 +191,10 @@ class CudnnRun:
             handle = api.handle(device)
         pointers = handle.pointers
         pointers[0], pointers[1], pointers[2] = a, b, out
+        for place, address in enumerate(added, 3):  # in the order of their numbers in the graph
+            pointers[place] = address
         try:
-            return self._execute(handle.address, 3, workspace, handle.value)
+            return self._execute(handle.address, 3 + len(added), workspace, handle.value)
         except Exception as error:
             raise SolverUnavailable(f"{self._name}: {api.first_line(error)}") from error
 

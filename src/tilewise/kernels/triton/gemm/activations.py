@@ -15,13 +15,30 @@ def _sigmoid(x):
 
 
 @triton.jit
-def activated(x, ACTIVATION: tl.constexpr):
-    """``x`` after the activation of a problem, by its name. NaN stays NaN.
+def _cut(x, low, high):
+    """``x`` between two bounds; NaN stays NaN."""
+    x = tl.where(x < low, low, x)
+    return tl.where(x > high, high, x)
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr, FIRST: tl.constexpr = 0.0, SECOND: tl.constexpr = 0.0):
+    """``x`` after the activation of a problem, by the first word of its name and its parameters. NaN stays NaN.
 
     Both forms of GELU are those of Hendrycks and Gimpel 2016, section 2.
     """
     if ACTIVATION == "relu":
         x = tl.where(x < 0, 0.0, x)
+    elif ACTIVATION == "relu6":
+        x = _cut(x, 0.0, 6.0)
+    elif ACTIVATION == "clamp":
+        x = _cut(x, FIRST, SECOND)
+    elif ACTIVATION == "leaky_relu":
+        x = tl.where(x < 0, x * FIRST, x)
+    elif ACTIVATION == "hardsigmoid":
+        x = _cut(x + 3.0, 0.0, 6.0) / 6.0
+    elif ACTIVATION == "hardswish":
+        x = x * (_cut(x + 3.0, 0.0, 6.0) / 6.0)
     elif ACTIVATION == "gelu":
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":  # half of 1 + tanh(u) is the sigmoid of 2 u

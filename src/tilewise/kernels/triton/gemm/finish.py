@@ -1,4 +1,4 @@
-"""What remains to be done to a product that a library has computed: its bias and its activation, in one pass."""
+"""What remains to be done to a result that other kernels have computed: bias, residual and activation, in one pass."""
 
 from __future__ import annotations
 
@@ -12,19 +12,26 @@ __all__ = ["finish"]
 
 @triton.jit
 def finish(
-    out, bias, rows, columns, count, batch_stride, row_stride,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    out, bias, residual, rows, columns, count, batch_stride, row_stride, channels,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add ``bias`` to every row and apply ``ACTIVATION``, in place.
+    """Add ``bias`` and ``residual`` and apply ``ACTIVATION`` with its parameters, in place and in fp32.
 
-    ``out`` has ``count`` numbers in matrices of ``rows`` by ``columns``, with columns contiguous. Grid: blocks.
+    ``out`` has ``count`` numbers in matrices of ``rows`` by ``columns``, with columns contiguous; ``residual`` lies as
+    it does. ``BIAS`` is ``"columns"`` where each column has a number, ``"rows"`` where each row has one, which repeat
+    every ``channels`` rows, and else empty. Grid: blocks.
     """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
     line, column = place // columns, place % columns
     z, row = line // rows, line % rows
-    pointers = out + z.to(tl.int64) * batch_stride + row.to(tl.int64) * row_stride + column
-    value = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    if BIAS:
+    at = z.to(tl.int64) * batch_stride + row.to(tl.int64) * row_stride + column
+    value = tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
+    if BIAS == "columns":
         value += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(pointers, activated(value, ACTIVATION).to(out.dtype.element_ty), mask=mask)
+    elif BIAS == "rows":
+        value += tl.load(bias + row % channels, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        value += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, activated(value, ACTIVATION, FIRST, SECOND).to(out.dtype.element_ty), mask=mask)
