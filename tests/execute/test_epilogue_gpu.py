@@ -48,7 +48,9 @@ def test_what_follows_a_convolution(
     want = p.reference(a, b)
     want = want if added is None else want + added.double().view(-1, 1, 1)
     want = activated(want if like is None else want + like, activation)
-    bound = execute.bind(plan, p, a, b, out)
-    assert bound(a, b, added, out, like) is out
-    for got in (out, bound(a, b, added, residual=like)):
+    with p.flags(deterministic=False):
+        bound = execute.bind(plan, p, a, b, out)
+        assert bound(a, b, added, out, like) is out
+        again = bound(a, b, added, residual=like)
+    for got in (out, again):
         assert float((got.double() - want).norm() / want.norm()) < LIMITS[dtype]

@@ -12,10 +12,12 @@ from torch import Tensor, fx
 from tilewise.nn.regions.trace import Traced
 from tilewise.nn.step.pairs import Pairs, Side, time_pairs
 
-__all__ = ["ERROR_LIMIT", "error_of", "in_float64", "timed"]
+__all__ = ["ERROR_LIMIT", "TF32_LIMIT", "error_of", "in_float64", "timed"]
 
 ERROR_LIMIT = 2e-5
 """The relative L2 error of a region in fp32, where nothing else is asked for."""
+TF32_LIMIT = 1e-3
+"""The same where torch may round operands to TF32, whose numbers are as much apart (2^-10)."""
 
 
 def in_float64(traced: Traced, tensors: Sequence[Tensor]) -> tuple[Tensor, ...] | None:

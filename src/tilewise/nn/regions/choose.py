@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tilewise.comm.agreement import several_ranks
+from tilewise.machine.device import conv_precision, matmul_precision
 from tilewise.machine.recording import recorder_of
 from tilewise.machine.torch_state import undisturbed
 from tilewise.nn.graphs.inputs import Inputs
@@ -25,7 +26,7 @@ from tilewise.nn.layers.weights import Weights
 from tilewise.nn.programs.program import Program, where_expected
 from tilewise.nn.progress import Late
 from tilewise.nn.record import arguments_of, state_kept, without_gradients
-from tilewise.nn.regions.check import ERROR_LIMIT, error_of, in_float64, timed
+from tilewise.nn.regions.check import ERROR_LIMIT, TF32_LIMIT, error_of, in_float64, timed
 from tilewise.nn.regions.forward import Ready, Regional, run_by_programs
 from tilewise.nn.regions.plans import RegionPlans
 from tilewise.nn.regions.region import plan_region
@@ -274,7 +275,8 @@ class RegionPlanner:
         limit = self._asked.error_limit
         if limit is None:
             exact = all(dtype in (torch.float32, torch.float64) or not dtype.is_floating_point for dtype in dtypes)
-            limit = max(ERROR_LIMIT if exact else 0.0, 2 * torch_error)
+            rounds = self._device.type == "cuda" and "tf32" in (conv_precision(), matmul_precision())
+            limit = max((TF32_LIMIT if rounds else ERROR_LIMIT) if exact else 0.0, 2 * torch_error)
         return limit
 
     def _on_sight(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ready:

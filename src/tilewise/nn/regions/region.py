@@ -101,9 +101,9 @@ def plan_region(
     """Plan what was traced for inputs that lie as ``tensors`` do. ``traced`` is rewritten in place.
 
     On a CPU, where a product has several plans, or several layouts, all are timed in their place in the whole region.
-    Where the errors of all together are too large, more exact plans are asked for, and the sum of the squares of the plans' own
-    errors gets a limit: errors of layers add up as independent ones do. Within it the fastest are chosen, and so on
-    until the whole is exact enough. ``tell`` shows how far the timing is.
+    Where the errors of all together are too large, more exact plans are asked for, and the sum of the squares of the
+    plans' own errors gets a limit: errors of layers add up as independent ones do. Within it the fastest are chosen,
+    and so on until the whole is exact enough. ``tell`` shows how far the timing is.
 
     Raises :class:`Untraceable` where a part cannot be a step, or nothing is planned.
     """

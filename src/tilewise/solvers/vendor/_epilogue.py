@@ -17,11 +17,6 @@ Pointwise = Callable[..., Any]
 """``pointwise(graph, value, *parameters)`` adds an operation to a graph and returns what it gives."""
 
 
-def _cut(graph: Any, value: Any, **bounds: float) -> Any:
-    """``value`` between two bounds, NaN where it is NaN: cuDNN's own operation makes a bound of it."""
-    return graph.binary_select(input0=graph.relu(value, **bounds), input1=value, mask=graph.cmp_eq(value, value))
-
-
 POINTWISE: Mapping[str, Pointwise] = {
     "none": lambda graph, value: value,
     "relu": lambda graph, value: graph.relu(value),
@@ -33,7 +28,7 @@ POINTWISE: Mapping[str, Pointwise] = {
     "tanh": lambda graph, value: graph.tanh(value),
     "sigmoid": lambda graph, value: graph.sigmoid(value),
 }
-"""Activations that cuDNN's graphs have, by the first word of their names."""
+"""Activations that cuDNN's graphs have, by the first word of their names. All of them keep NaN (cuDNN 9.19)."""
 
 
 def added_uids(p: ConvProblem) -> tuple[int, ...]:
