@@ -11,6 +11,7 @@ from torch import nn
 
 from tilewise.nn.arguments import check_model, examples_of, unwrapped
 from tilewise.nn.graphs.model import GraphReport, ModelGraphs
+from tilewise.nn.graphs.obstacles import region_in
 from tilewise.nn.graphs.recorder import CannotCapture, Recorder, recorder_of
 from tilewise.nn.kept_values import tensors_in
 from tilewise.nn.record import arguments_of
@@ -69,6 +70,9 @@ def captured(model: nn.Module, examples: Sequence[Any], recorder: Callable[[], R
     """Capture ``model`` for each example, in place of earlier captures. Raises what :func:`graphed` raises."""
     recorder()  # raises where there is none for the device, before earlier captures are given up
     ungraphed(model)
+    region = region_in(model)
+    if region:
+        raise CannotCapture(region)
     graphs = ModelGraphs(model, recorder)
     try:
         for example in examples:

@@ -10,7 +10,7 @@ from tilewise.nn.graphs.standing import hooks_of
 from tilewise.nn.layers.kinds import kind_of
 from tilewise.nn.layers.swaps import swapped
 
-__all__ = ["REGION", "obstacle"]
+__all__ = ["REGION", "obstacle", "region_in"]
 
 REGION = "_tilewise_region"
 """The mark of the ``forward`` of a module that runs by programs."""
@@ -24,11 +24,16 @@ def obstacle(model: nn.Module, device: torch.device) -> str:
     return _of_root(model) or _of_hooks(model) or _of_modules(model) or _of_tensors(model, device)
 
 
-def _of_root(model: nn.Module) -> str:
-    """Why the model as a whole cannot be captured, or its ``forward`` not be replaced."""
+def region_in(model: nn.Module) -> str:
+    """Which part of ``model`` runs by a program and so has a graph of its own; empty where none does."""
     for name, module in model.named_modules():
         if hasattr(module.__dict__.get("forward"), REGION):
             return f"{name or 'the model'} runs as a region, which has a graph of its own"
+    return ""
+
+
+def _of_root(model: nn.Module) -> str:
+    """Why the model as a whole cannot be captured, or its ``forward`` not be replaced."""
     if kind_of(model) is not None or swapped(model) is not None:
         return "the model is itself a layer that runs by plan; nn.Sequential(model) would do"
     if any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers())):

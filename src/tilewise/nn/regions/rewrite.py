@@ -6,8 +6,9 @@ result before it is read by nothing else.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -229,60 +230,101 @@ def _fold_factor(graph: fx.Graph, node: fx.Node) -> bool:
     for value, other in (node.args, node.args[::-1]):
         if not isinstance(other, fx.Node) or other not in constant or not isinstance(value, fx.Node):
             continue
-        viewed = value if value.target in VIEWS else None
-        product = _product(value.args[0] if viewed else value, viewed or node)
-        if product is None or (viewed is not None and list(viewed.users) != [node]):
+        product, views = _product_behind_views(value, node)
+        if product is None or not _of_channels(product, views, other, node):
             continue
-        if not _of_channels(product, viewed, other, node) or (
-            node.target is aten.mul.Tensor and product.args[3] is not None
-        ):
+        if node.target is aten.mul.Tensor and product.args[3] is not None:
             continue
         scale, shift = (other, None) if node.target is aten.mul.Tensor else (None, other)
-        if viewed is None:
-            _fold_scale_and_shift(graph, product, node, scale, shift)
-        else:
-            _fold_scale_and_shift(graph, product, product, scale, shift)
-            node.replace_all_uses_with(viewed)
+        _fold_scale_and_shift(graph, product, node if not views else product, scale, shift)
+        if views:
+            node.replace_all_uses_with(views[-1])
         return True
     return False
 
 
-def _of_channels(product: fx.Node, viewed: fx.Node | None, other: fx.Node, node: fx.Node) -> bool:
-    """Whether ``other`` has one number for each channel of the product, or for each column as it is viewed."""
+def _product_behind_views(value: fx.Node, reader: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
+    """The fused product of which ``value`` is a view, and the views in order; nothing else reads any of them."""
+    views: list[fx.Node] = []
+    while value.target in (*VIEWS, aten.permute.default):
+        source = value.args[0]
+        if list(value.users) != [reader] or not isinstance(source, fx.Node):
+            return None, []
+        views.insert(0, value)
+        value, reader = source, value
+    return _product(value, reader), views
+
+
+def _of_channels(product: fx.Node, views: Sequence[fx.Node], other: fx.Node, node: fx.Node) -> bool:
+    """Whether ``other`` has one number for each channel of the product, as the product is viewed."""
     result, value, given = tensor_of(product), tensor_of(node), tensor_of(other)
     if result is None or value is None or given is None or given.dtype is not value.dtype:
         return False
-    before_it = tensor_of(viewed) if viewed is not None else result
-    if before_it is None or before_it.shape != value.shape:
+    # Of these strides only that of the channels is not 0, wherever views put them.
+    strides = [int(dim == 1) for dim in range(result.dim())]
+    told = torch.empty_strided(result.shape, strides, dtype=result.dtype, device="meta")
+    try:
+        for view in views:
+            told = view.target(told, *view.args[1:])  # type: ignore[operator]
+    except RuntimeError:  # channels are divided, or joined with something else
         return False
-    channels = result.shape[1]
-    if product.target is fused.linear:
-        return tuple(given.shape) in ((channels,), (1, channels)) and value.shape[-1] == channels
-    ones = [1] * (result.dim() - 2)
-    return viewed is None and list(given.shape) in ([channels, *ones], [1, channels, *ones])
+    if told.shape != value.shape or given.dim() > value.dim():
+        return False
+    shape = [1] * (value.dim() - given.dim()) + list(given.shape)
+    return all(n == 1 or (told.stride(dim) == 1 and n == result.shape[1]) for dim, n in enumerate(shape)) and (
+        math.prod(shape) == result.shape[1]
+    )
 
 
 def _fuse_residual(graph: fx.Graph, node: fx.Node) -> bool:
-    """Fuse a sum of two tensors of one shape into the later product among them."""
+    """Fuse a sum of two tensors of one shape into the later product among them, or the later that is viewed."""
     alpha = node.kwargs.get("alpha", 1)
     if len(node.args) != 2 or alpha != 1 or set(node.kwargs) > {"alpha"}:
         return False
     order = {n: index for index, n in enumerate(graph.nodes)}
     sides = [(a, b) for a, b in (node.args, node.args[::-1]) if isinstance(a, fx.Node) and isinstance(b, fx.Node)]
     for value, other in sorted(sides, key=lambda side: -order[side[0]]):
-        product = _product(value, node)
+        product, views = _product_behind_views(value, node)
         if product is None or product.args[3] is not None or value is other:
             continue
-        result, given = tensor_of(node), tensor_of(other)
-        own = tensor_of(product)
+        result, given, own = tensor_of(node), tensor_of(other), tensor_of(value)
         if result is None or given is None or own is None or product in before(other):
             continue
         if given.shape != own.shape or given.dtype is not own.dtype or result.dtype is not own.dtype:
             continue
-        x, w, b, _, *rest = product.args
-        _replace(graph, node, product.target, (x, w, b, other, *rest))  # type: ignore[arg-type]
+        with graph.inserting_before(node):
+            residual = _unviewed(graph, other, views)
+            x, w, b, _, *rest = product.args
+            new = graph.call_function(product.target, (x, w, b, residual, *rest))  # type: ignore[arg-type]
+            new.meta.update(product.meta)
+            for view in views:
+                new = _called(graph, view.target, new, view.args[1:], tensor_of(view))
+        node.replace_all_uses_with(new)
         return True
     return False
+
+
+def _unviewed(graph: fx.Graph, node: fx.Node, views: Sequence[fx.Node]) -> fx.Node:
+    """The tensor of which ``views`` give ``node``: the same numbers seen as the product gives its own."""
+    for view in reversed(views):
+        source, value = tensor_of(view.args[0]), tensor_of(node)
+        assert source is not None
+        assert value is not None
+        if view.target is aten.permute.default:
+            dims: Any = view.args[1]
+            inverse = sorted(range(value.dim()), key=lambda dim: dims[dim] % len(dims))
+            node = _called(graph, aten.permute.default, node, (inverse,), value.permute(inverse))
+        else:
+            shape = list(source.shape)
+            node = _called(graph, aten.view.default, node, (shape,), value.reshape(shape))
+    return node
+
+
+def _called(graph: fx.Graph, target: Any, node: fx.Node, arguments: tuple[Any, ...], value: Any) -> fx.Node:
+    """A call of an operator on ``node``, whose result is like ``value``."""
+    new = graph.call_function(target, (node, *arguments))
+    new.meta["val"] = value
+    return new
 
 
 def _fuse_activation(graph: fx.Graph, node: fx.Node, name: str) -> bool:
