@@ -25,7 +25,8 @@ from tilewise.machine.torch_state import fp32_precision
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.operands import make_operands, make_result
-from tilewise.solvers.vendor.cudnn import Cudnn, CudnnRun
+from tilewise.solvers.vendor._cudnn import CudnnRun
+from tilewise.solvers.vendor.cudnn import Cudnn
 
 LAYERS: dict[str, tuple[int, ...]] = {  # batch, in channels, out channels, size, kernel, padding, stride
     "conv1": (256, 3, 64, 224, 11, 2, 4),

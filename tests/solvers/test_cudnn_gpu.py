@@ -18,8 +18,9 @@ from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers import SolverUnavailable
 from tilewise.solvers.vendor import _api as api
+from tilewise.solvers.vendor._cudnn import CudnnRun
 from tilewise.solvers.vendor._graph import Engine
-from tilewise.solvers.vendor.cudnn import Cudnn, CudnnRun
+from tilewise.solvers.vendor.cudnn import Cudnn
 
 pytestmark = [
     pytest.mark.gpu,

@@ -97,7 +97,8 @@ class Program:
         self._changing = sorted(changing | {view for base in changing for view in self._views.get(base, ())})
         self._frames: dict[int, list[_Frame]] = {}
         self.kept_arenas = KEPT_ARENAS
-        self._graph: Graphed | None = None
+        self.graph: Graphed | None = None
+        """The recording that calls replay; ``None`` where they run step by step."""
         self.native: Native | None = None
         """The program in native code; ``None`` where it runs in Python."""
         self.why_not_native = UNASKED
@@ -106,7 +107,7 @@ class Program:
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The outputs for the given inputs."""
-        graph = self._graph
+        graph = self.graph
         if graph is not None:
             self._check(tensors)
             found = graph(*tensors)
@@ -147,21 +148,12 @@ class Program:
 
         The steps are run on ``tensors`` to be recorded. Calls that come while another replays run step by step.
         """
-        self._graph = None
+        self.graph = None
         try:
-            self._graph = Graphed(self.in_python, tensors, recorder)
+            self.graph = Graphed(self.in_python, tensors, recorder)
         except (RuntimeError, ValueError) as error:  # what CUDA and libraries say of what cannot be captured
             return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         return ""
-
-    @property
-    def graph_bytes(self) -> int:
-        """Bytes that the recording holds; 0 where there is none."""
-        return 0 if self._graph is None else self._graph.nbytes
-
-    def drop_graph(self) -> None:
-        """Have calls run step by step again."""
-        self._graph = None
 
     def in_python(self, *tensors: Tensor) -> Any:
         """A call whose steps all run from Python."""
@@ -190,7 +182,7 @@ class Program:
 
     def _in_frame(self, tensors: Sequence[Tensor], calls: Sequence[_Call] | None = None) -> Any:
         """Run the steps, or ``calls`` in their place, with an arena that no other call uses."""
-        kept = self._kept_frames()
+        kept = _kept_now(self._frames, self.device)
         try:
             frame = kept.pop()
         except IndexError:
@@ -203,18 +195,6 @@ class Program:
                 frame.values[index] = None
             if len(kept) < KEPT_ARENAS:
                 kept.append(frame)
-
-    def _kept_frames(self) -> list[_Frame]:
-        """The arenas that a call now may use: those of its stream, and none while a graph is captured, whose own
-        memory has to hold them.
-        """
-        if self.device.type == "cpu":
-            return self._frames.setdefault(0, [])
-        if is_capturing(self.device):
-            return []
-        if len(self._frames) > MOST_STREAMS:
-            self._frames.clear()
-        return self._frames.setdefault(torch.cuda.current_stream(self.device).cuda_stream, [])
 
     def release(self) -> None:
         """Free the arenas that are kept between calls."""
@@ -245,7 +225,7 @@ class Program:
             self._set(values, index, tensor)
         for index in self.fresh:
             slot = self.slots[index]
-            self._set(values, index, self._empty(slot))
+            self._set(values, index, _empty(slot, self.device))
         for number, call in enumerate(calls):
             try:
                 if call.new:
@@ -259,10 +239,6 @@ class Program:
                 raise
         results = tuple(self._result(frame, index) for index in self.outputs)
         return results[0] if len(results) == 1 else results
-
-    def _empty(self, slot: Slot) -> Tensor:
-        """New memory for a slot."""
-        return torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=self.device)
 
     def note(self, number: int) -> str:
         """What is said of an error in step ``number``."""
@@ -315,6 +291,20 @@ class _Call:
         return call
 
 
+def _kept_now(frames: dict[int, list[_Frame]], device: torch.device) -> list[_Frame]:
+    """The arenas that a call now may use, of those kept by the stream that they belong to.
+
+    There are none while a graph is captured, whose own memory has to hold them.
+    """
+    if device.type == "cpu":
+        return frames.setdefault(0, [])
+    if is_capturing(device):
+        return []
+    if len(frames) > MOST_STREAMS:
+        frames.clear()
+    return frames.setdefault(torch.cuda.current_stream(device).cuda_stream, [])
+
+
 class _Frame:
     """The arena of one call in flight, and the tensors in all slots: those of the arena stay the same."""
 
@@ -328,7 +318,7 @@ class _Frame:
             for index, offset in program.offsets.items():
                 slot = program.slots[index]
                 carved = None if self.arena is None or not slot.nbytes else _carved(self.arena, offset, slot)
-                program._set(self.values, index, program._empty(slot) if carved is None else carved)
+                program._set(self.values, index, _empty(slot, program.device) if carved is None else carved)
             for index, slot in enumerate(program.slots):
                 if slot.kind == "constant" and slot.tensor is not None:
                     program._set(self.values, index, slot.tensor.detach())
@@ -345,6 +335,11 @@ def _copied(t: Tensor) -> Tensor:
         return t
     span = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
     return t.as_strided((span,), (1,)).clone().as_strided(t.shape, t.stride())
+
+
+def _empty(slot: Slot, device: torch.device) -> Tensor:
+    """New memory for a slot."""
+    return torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=device)
 
 
 def _carved(arena: Tensor, offset: int, slot: Slot) -> Tensor:

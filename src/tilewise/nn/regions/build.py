@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from tilewise import execute
 from tilewise.nn.programs.pixels import KernelCall
 from tilewise.nn.programs.program import Program
+from tilewise.nn.programs.rows import ALIGNMENT, RowNorm
 from tilewise.nn.programs.slots import Operator, Place, Slot, Step, copied
 from tilewise.nn.regions.constants import Constants, Gathered, Wanted
 from tilewise.nn.regions.fused import Call
@@ -75,8 +76,10 @@ class Builder:
                 else place
                 for node, place in zip(unit.inputs, places, strict=True)
             ]
+            if isinstance(way.what, RowNorm):
+                inputs = [self._aligned(place, ALIGNMENT) for place in inputs]
             output = self._new(Slot(tuple(unit.value.shape), way.gives, unit.value.dtype))
-            if isinstance(way.what, Call | KernelCall):
+            if isinstance(way.what, Call | KernelCall | RowNorm):
                 step = Step(unit.name, tuple(inputs), output, run=way.what, returns_new=isinstance(way.what, Call))
             else:
                 step = Step(unit.name, tuple(inputs), output, operator=way.what)

@@ -217,6 +217,7 @@ class RegionPlanner:
             error = error_of(results, wanted)
             graph = self._graphed(planned.program, given)
             pairs = timed(by_torch, functools.partial(ready, tensors), self._device)
+        recorded = 0 if planned.program.graph is None else planned.program.graph.nbytes
         least, speedup, most = pairs.speedup
         torch_ms, planned_ms = pairs.medians
         reason = self._why_lost(error, torch_error, [t.dtype for t in results])
@@ -239,7 +240,7 @@ class RegionPlanner:
             fused=planned.fused,
             conversions=planned.conversions,
             why_not_native=planned.program.why_not_native if self._device.type == "cpu" else graph,
-            bytes=planned.program.arena_bytes + planned.program.graph_bytes + planned.constants.nbytes,
+            bytes=planned.program.arena_bytes + recorded + planned.constants.nbytes,
             lines=tuple(RegionLine(line.name, line.runs, line.layout, line.ms) for line in planned.lines),
         )
         return ready, report
@@ -259,7 +260,7 @@ class RegionPlanner:
         stepwise, replayed = functools.partial(program.in_python, *given), functools.partial(program, *given)
         least, _, _ = timed(stepwise, replayed, self._device).speedup
         if least <= LEAST_SPEEDUP:
-            program.drop_graph()
+            program.graph = None
             return "a replay of their graph is not surely faster"
         return ""
 

@@ -1,4 +1,4 @@
-"""Which parts of a region our kernels over pixels compute: means, gates of channels, and images that are joined."""
+"""Which parts of a region our kernels compute: means, gates of channels, images that are joined, norms of rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from torch import Tensor
 
 from tilewise.nn.programs.joined import Joined
 from tilewise.nn.programs.pixels import MOST_PIXELS, KernelCall, Pixels
+from tilewise.nn.programs.rows import RowNorm, can_run
 from tilewise.nn.programs.slots import Place
 from tilewise.nn.regions.units import Strides, Unit, formats, value_of
 from tilewise.solvers.base import SolverUnavailable
 
-__all__ = ["join_ways", "pixel_ways"]
+__all__ = ["join_ways", "norm_ways", "pixel_ways"]
 
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
 MEANS = (torch.ops.aten.mean.dim,)
 PRODUCTS = (torch.ops.aten.mul.Tensor,)
 
@@ -40,6 +42,20 @@ def join_ways(unit: Unit) -> Iterator[tuple[Joined, tuple[Strides, ...], Strides
     found = Joined(images, channels, height, width, str(unit.node.args[3]))
     if _is_there(found):
         yield found, *_formats(found)
+
+
+def norm_ways(unit: Unit) -> Iterator[tuple[RowNorm, tuple[Strides, ...], Strides]]:
+    """As :func:`pixel_ways`, for layer normalization over the last dimension on a GPU."""
+    if unit.overload is not torch.ops.aten.native_layer_norm.default or unit.result:
+        return
+    place, shape, weight, bias, eps, *_ = unit.arguments
+    x, columns = value_of(unit.inputs[0]), unit.value.shape[-1]
+    alike = all(value_of(node).dtype is x.dtype for node in unit.inputs) and x.dtype in TYPES
+    if place != Place(0) or list(shape) != [columns] or not alike or not can_run(columns, x.device) or not x.numel():
+        return
+    norm = RowNorm(tuple(x.shape), float(eps), weight is not None, bias is not None, x.dtype)
+    contiguous = formats(x.shape)[0]
+    yield norm, (contiguous, *[(1,)] * (len(unit.inputs) - 1)), contiguous
 
 
 def _is_there(call: KernelCall) -> bool:

@@ -23,6 +23,8 @@ __all__ = ["Product", "axes_of", "products_of", "weight_shape"]
 
 COLOURS = 4
 """The channels of an image up to which a convolution may read it contiguous and give channels_last."""
+LONGEST = 64
+"""The longest side of the images that rows of a matrix are seen as on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def _layouts(x: torch.Tensor, groups: int, dims: int) -> list[tuple[str, str]]:
 
 
 def _linears(unit: Unit) -> Iterator[Product]:
-    """A linear layer as a matrix product, and as a convolution of a column of pixels whose weight is prepared once."""
+    """A linear layer as a matrix product, and as a convolution of pixels whose weight is prepared once."""
     arguments: Any = unit.node.args
     x, w, b, residual, activation = arguments
     given = value_of(x)
@@ -122,12 +124,13 @@ def _linears(unit: Unit) -> Iterator[Product]:
             device=device,
         )
         yield Product(product, reads, gives)
+    images, height, width = _divided(rows) if on_gpu else (1, rows, 1)
     problem = ConvProblem(
         Pass.FPROP,
-        batch=1,
+        batch=images,
         in_channels=inputs,
         out_channels=outputs,
-        axes=(Axis(rows, 1), Axis(1, 1)),
+        axes=(Axis(height, 1), Axis(width, 1)),
         dtype=dtype,
         bias=b is not None,
         residual=residual is not None,
@@ -138,6 +141,17 @@ def _linears(unit: Unit) -> Iterator[Product]:
         device=device,
     )
     yield Product(problem, reads, gives)
+
+
+def _divided(rows: int) -> tuple[int, int, int]:
+    """Images, height and width of as many pixels: cuDNN's kernels fill their tiles with pixels of usual images.
+
+    >>> _divided(100352)
+    (28, 56, 64)
+    """
+    width = next(n for n in range(min(rows, LONGEST), 0, -1) if rows % n == 0)
+    height = next(n for n in range(min(rows // width, LONGEST), 0, -1) if rows // width % n == 0)
+    return rows // width // height, height, width
 
 
 def axes_of(convolution: fx.Node) -> tuple[Axis, ...]:

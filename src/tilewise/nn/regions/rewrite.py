@@ -238,6 +238,7 @@ def _fold_factor(graph: fx.Graph, node: fx.Node) -> bool:
         scale, shift = (other, None) if node.target is aten.mul.Tensor else (None, other)
         _fold_scale_and_shift(graph, product, node if not views else product, scale, shift)
         if views:
+            views[-1].meta["val"] = tensor_of(node)
             node.replace_all_uses_with(views[-1])
         return True
     return False
@@ -246,7 +247,7 @@ def _fold_factor(graph: fx.Graph, node: fx.Node) -> bool:
 def _product_behind_views(value: fx.Node, reader: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
     """The fused product of which ``value`` is a view, and the views in order; nothing else reads any of them."""
     views: list[fx.Node] = []
-    while value.target in (*VIEWS, aten.permute.default):
+    while value.target in (*VIEWS, aten.permute.default, aten.transpose.int):
         source = value.args[0]
         if list(value.users) != [reader] or not isinstance(source, fx.Node):
             return None, []
@@ -299,6 +300,7 @@ def _fuse_residual(graph: fx.Graph, node: fx.Node) -> bool:
             new.meta.update(product.meta)
             for view in views:
                 new = _called(graph, view.target, new, view.args[1:], tensor_of(view))
+        new.meta["val"] = result  # whose strides are those of the region's result, if it is one
         node.replace_all_uses_with(new)
         return True
     return False
@@ -310,8 +312,11 @@ def _unviewed(graph: fx.Graph, node: fx.Node, views: Sequence[fx.Node]) -> fx.No
         source, value = tensor_of(view.args[0]), tensor_of(node)
         assert source is not None
         assert value is not None
-        if view.target is aten.permute.default:
-            dims: Any = view.args[1]
+        arguments: Any = view.args[1:]
+        if view.target is aten.transpose.int:
+            node = _called(graph, aten.transpose.int, node, arguments, value.transpose(*arguments))
+        elif view.target is aten.permute.default:
+            (dims,) = arguments
             inverse = sorted(range(value.dim()), key=lambda dim: dims[dim] % len(dims))
             node = _called(graph, aten.permute.default, node, (inverse,), value.permute(inverse))
         else:

@@ -19,10 +19,11 @@ from torch import Tensor, fx
 
 from tilewise.machine.turns import pause
 from tilewise.nn.programs.pixels import KernelCall
+from tilewise.nn.programs.rows import RowNorm
 from tilewise.nn.programs.slots import Operator, Place
 from tilewise.nn.regions.constants import Gathered
 from tilewise.nn.regions.fused import Call
-from tilewise.nn.regions.gates import join_ways, pixel_ways
+from tilewise.nn.regions.gates import join_ways, norm_ways, pixel_ways
 from tilewise.nn.regions.layouts import Way
 from tilewise.nn.regions.products import Product, products_of
 from tilewise.nn.regions.trace import Untraceable
@@ -120,7 +121,8 @@ def ways_of(
     elif unit.kind == JOINED:
         found = list(_joined(unit, times))
     else:
-        found = [*_by_kernels(pixel_ways(unit), times), *_operators(unit, known, times)]
+        kernels = _by_kernels((*pixel_ways(unit), *norm_ways(unit)), times, unit.value.dtype)
+        found = [*kernels, *_operators(unit, known, times)]
     if not found:
         raise Untraceable(f"{unit.overload or unit.name} cannot be run by itself")
     return tuple(found)
@@ -198,11 +200,13 @@ def _operators(unit: Unit, known: Mapping[fx.Node, set[Strides]], times: Times) 
         yield Way(combination, gives, times.of(key, run), operator)
 
 
-def _by_kernels(found: Iterable[tuple[KernelCall, tuple[Strides, ...], Strides]], times: Times) -> Iterator[Way]:
+def _by_kernels(
+    found: Iterable[tuple[KernelCall | RowNorm, tuple[Strides, ...], Strides]], times: Times, dtype: torch.dtype
+) -> Iterator[Way]:
     """The ways of a part by kernels of ours: each call with the formats that it reads and the one it gives."""
     for call, reads, gives in found:
         given = zip(call.shapes, (*reads, gives), strict=True)
-        tensors = [times.example(shape, strides, torch.float32) for shape, strides in given]
+        tensors = [times.example(shape, strides, dtype) for shape, strides in given]
         yield Way(reads, gives, times.of(call, functools.partial(call, *tensors)), call)
 
 
@@ -224,7 +228,7 @@ def _joined(unit: Unit, times: Times) -> Iterator[Way]:
         key = run.function, activation, tuple((tuple(t.shape), t.stride()) for t in tensors)
         gives = normal(result.shape, result.stride())
         yield Way((*reads, (1,), (1,)), gives, times.of(key, functools.partial(run, *tensors)), run)
-    yield from _by_kernels(join_ways(unit), times)
+    yield from _by_kernels(join_ways(unit), times, unit.value.dtype)
 
 
 def _combinations(unit: Unit, known: Mapping[fx.Node, set[Strides]]) -> list[tuple[Strides, ...]]:

@@ -7,13 +7,13 @@ from typing import Any
 
 from tilewise.problems.activations import activation_kind
 from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.solvers.vendor._cudnn import CudnnEngines
 from tilewise.solvers.vendor._epilogue import POINTWISE
-from tilewise.solvers.vendor.cudnn import Cudnn
 
 __all__ = ["CudnnFused"]
 
 
-class CudnnFused(Cudnn):
+class CudnnFused(CudnnEngines):
     """One engine of cuDNN's graph API that adds bias and residual and applies the activation as it writes.
 
     Most of these engines are compiled when a plan is built (cuDNN's run-time fusion), for up to a second once in a
