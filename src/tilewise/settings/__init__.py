@@ -187,7 +187,7 @@ class Settings:
         default=True,
         metadata=about(
             Flag(),
-            "With ``training=False``, plan whole parts of the model as one program on a CPU.",
+            "With ``training=False``, plan whole parts of the model as one program, on a GPU with ``frozen=True``.",
             "Norms are folded, neighbours fused, layouts chosen for all. If ``False``, layers are planned one by one.",
         ),
     )

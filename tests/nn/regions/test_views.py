@@ -94,3 +94,17 @@ def test_a_sum_through_a_flattened_image() -> None:
         (got,) = traced.module(x, y)
         torch.testing.assert_close(got, model(x, y))
     assert aten.add.Tensor not in {node.target for node in traced.graph.nodes}
+
+
+def test_a_sum_whose_other_side_has_no_such_view_stays() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = self.linear(x)  # (images, places, channels), of a matrix of all places
+            return rows.permute(1, 0, 2) + torch.cos(rows.sum() + torch.zeros(5, 3, 6, dtype=x.dtype, device=x.device))
+
+    calls = rewritten(Turned(), torch.randn(3, 5, 4))
+    assert calls[aten.add.Tensor] == 2

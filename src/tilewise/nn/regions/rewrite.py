@@ -18,6 +18,7 @@ from tilewise.nn.regions import fused
 from tilewise.nn.regions.joins import join
 from tilewise.nn.regions.operators import NORMS, activation_of, constants_of, norm_constants, tensor_of
 from tilewise.nn.regions.trace import before
+from tilewise.nn.regions.units import formats
 
 __all__ = ["rewrite"]
 
@@ -293,6 +294,8 @@ def _fuse_residual(graph: fx.Graph, node: fx.Node) -> bool:
             continue
         if given.shape != own.shape or given.dtype is not own.dtype or result.dtype is not own.dtype:
             continue
+        if not _can_be_unviewed(given, views):
+            continue
         with graph.inserting_before(node):
             residual = _unviewed(graph, other, views)
             x, w, b, _, *rest = product.args
@@ -306,22 +309,45 @@ def _fuse_residual(graph: fx.Graph, node: fx.Node) -> bool:
     return False
 
 
-def _unviewed(graph: fx.Graph, node: fx.Node, views: Sequence[fx.Node]) -> fx.Node:
-    """The tensor of which ``views`` give ``node``: the same numbers seen as the product gives its own."""
+def _backwards(views: Sequence[fx.Node]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Operators with their arguments that undo ``views`` one after the other, the last first."""
+    found: list[tuple[Any, tuple[Any, ...]]] = []
     for view in reversed(views):
-        source, value = tensor_of(view.args[0]), tensor_of(node)
-        assert source is not None
-        assert value is not None
         arguments: Any = view.args[1:]
         if view.target is aten.transpose.int:
-            node = _called(graph, aten.transpose.int, node, arguments, value.transpose(*arguments))
+            found.append((aten.transpose.int, arguments))
         elif view.target is aten.permute.default:
             (dims,) = arguments
-            inverse = sorted(range(value.dim()), key=lambda dim: dims[dim] % len(dims))
-            node = _called(graph, aten.permute.default, node, (inverse,), value.permute(inverse))
+            inverse = sorted(range(len(dims)), key=lambda dim, dims=dims: dims[dim] % len(dims))  # type: ignore[misc]
+            found.append((aten.permute.default, (inverse,)))
         else:
-            shape = list(source.shape)
-            node = _called(graph, aten.view.default, node, (shape,), value.reshape(shape))
+            source = tensor_of(view.args[0])
+            assert source is not None
+            found.append((aten.view.default, (list(source.shape),)))
+    return found
+
+
+def _can_be_unviewed(value: torch.Tensor, views: Sequence[fx.Node]) -> bool:
+    """Whether a tensor like ``value`` has the views that undo ``views``, in one of its formats at least."""
+    for strides in formats(value.shape):
+        seen = torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta")
+        try:
+            for target, arguments in _backwards(views):
+                seen = target(seen, *arguments)
+        except RuntimeError:
+            continue
+        return True
+    return False
+
+
+def _unviewed(graph: fx.Graph, node: fx.Node, views: Sequence[fx.Node]) -> fx.Node:
+    """The tensor of which ``views`` give ``node``: the same numbers seen as the product gives its own."""
+    for target, arguments in _backwards(views):
+        value = tensor_of(node)
+        assert value is not None
+        # As it is traced a tensor need not have the view: a region brings it into a format that has it.
+        seen = value.reshape(*arguments) if target is aten.view.default else target(value, *arguments)
+        node = _called(graph, target, node, arguments, seen)
     return node
 
 
