@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tilewise.nn.layers.inductor import frozen_pass
 
 
 class Residuals(nn.Module):
-    """Norms, a residual that is a convolution, one that is not, and an activation that no epilogue here has."""
+    """Norms, a residual that is a convolution, one that is not, and a function that no epilogue here has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +27,7 @@ class Residuals(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.norm(self.first(x)))
         y = torch.relu(self.second(x) + x)
-        return nn.functional.silu(self.last(torch.relu(self.third(y) + self.beside(x))))
+        return torch.erf(self.last(torch.relu(self.third(y) + self.beside(x))))
 
 
 @pytest.mark.slow
@@ -73,6 +74,58 @@ def test_where_a_filter_leaves_out_a_convolution_the_pass_leaves_all(monkeypatch
     fused = tilewise.nn.report(planned).facts["fused"]
     assert (fused["matched"], fused["by_plan"]) == (4, 0)
     assert "filter_fn leaves out 'second'" in fused["reason"]
+
+
+class Activations(nn.Module):
+    """A convolution before each activation that Inductor gives to oneDNN, two that are read twice, and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        f = nn.functional
+        for layer, activation in zip(
+            self.layers,
+            (
+                f.hardswish, f.silu, f.hardsigmoid, f.relu6, lambda y: f.leaky_relu(y, 0.2),
+                lambda y: y.clamp(-0.5, 0.75), lambda y: f.hardswish(y) * y, lambda y: f.relu6(y) + y, f.relu,
+            ),
+            strict=True,
+        ):  # fmt: skip
+            x = activation(layer(x)) + 0.5
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("margin", "by_plan"), [(1e9, 7), (0.0, 0)])
+def test_activations_of_several_operators(margin: float, by_plan: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = Activations().eval()
+    x = torch.randn(2, 4, 9, 7, dtype=torch.float32, device="cpu")
+    want = copy.deepcopy(module).double()(x.double())
+    monkeypatch.setattr(frozen_pass, "MARGIN", margin)
+    monkeypatch.setattr(frozen, "_kept_of", lambda table: frozenset())
+    found: list[str] = []
+    timed = frozen_pass._by_onednn
+
+    def noting(match: Any, *tensors: Any) -> Any:
+        found.append(match.problem.activation)
+        call = timed(match, *tensors)
+        call()  # oneDNN knows what it is asked for
+        return call
+
+    monkeypatch.setattr(frozen_pass, "_by_onednn", noting)
+    with torch.no_grad():
+        planned = tilewise.optimize(
+            module, x, training=False, frozen=True, rigor="estimate", exclude=("aten",), goal="passes"
+        )
+        with torch._inductor.config.patch(freezing=True):
+            got = torch.compile(planned)(x)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    expected = {"hardswish", "silu", "hardsigmoid", "relu6", "leaky_relu:0.2", "clamp:-0.5:0.75", "relu"}
+    assert set(found) == expected
+    assert tilewise.nn.report(planned).facts["fused"] == {"matched": 7, "by_plan": by_plan}
 
 
 def test_a_plan_of_another_process_is_an_error_that_says_so() -> None:

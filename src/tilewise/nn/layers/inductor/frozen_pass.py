@@ -19,6 +19,7 @@ from torch.fx import Graph
 from tilewise.machine.torch_state import undisturbed
 from tilewise.nn.layers.inductor.matches import Match, matches
 from tilewise.nn.layers.inductor.operator import publish
+from tilewise.nn.layers.inductor.pointwise import as_onednn_calls_it
 from tilewise.nn.layers.plan_table import PlanTable, planning, table_of
 from tilewise.planner.measuring.times import Timer, interleaved
 from tilewise.problems.base import Problem, dense_strides
@@ -146,12 +147,13 @@ def _by_onednn(
     match: Match, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> Callable[[], object]:
     """The same by oneDNN as Inductor would call it; a residual is added in its place."""
-    activation = match.problem.activation
+    operation, numbers, algorithm = as_onednn_calls_it(match.problem.activation)
     if residual is None:
         return functools.partial(
-            torch.ops.mkldnn._convolution_pointwise.default, x, match.packed, bias, *match.options, activation, [], ""
-        )
-    after = None if activation == "none" else activation
+            torch.ops.mkldnn._convolution_pointwise.default, x, match.packed, bias, *match.options,
+            operation, numbers, algorithm,
+        )  # fmt: skip
+    after = None if operation == "none" else operation
     return functools.partial(
         torch.ops.mkldnn._convolution_pointwise_.binary, residual.clone(), x, match.packed, bias, *match.options,
         "add", 1.0, after, [], None,

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from tilewise.nn.layers.geometry import Geometry, Role
+from tilewise.nn.layers.inductor.pointwise import activated_by
 from tilewise.nn.layers.weights import Weights
 from tilewise.problems.conv.problem import ConvProblem
 
@@ -45,6 +46,8 @@ class Match:
     weight: torch.Tensor
     options: tuple[Any, ...]
     problem: ConvProblem
+    behind: frozenset[Node]
+    """The nodes of what follows the convolution."""
 
 
 def matches(graph: Graph) -> Iterator[Match]:
@@ -57,7 +60,7 @@ def matches(graph: Graph) -> Iterator[Match]:
     for node in reversed(list(graph.find_nodes(op="call_function", target=target))):
         match = _match(graph, node, taken)
         if match is not None:
-            taken.update(_behind(node, match.last))
+            taken |= match.behind
             yield match
 
 
@@ -72,7 +75,7 @@ def _match(graph: Graph, node: Node, taken: set[Node]) -> Match | None:
     weight = packed.to_dense()
     if weight.dim() != 4 or len(shapes[0] or ()) != 4:
         return None
-    last, residual, activation = _epilogue(node, taken)
+    last, residual, activation, behind = _epilogue(node, taken)
     if activation == "none" and any(_name(user) in FUSED_BY_ONEDNN for user in last.users if user not in taken):
         return None  # an activation that oneDNN would apply as it writes
     geometry = Geometry.of(2, stride, padding, dilation, groups, tuple(weight.shape[2:]))  # type: ignore[arg-type]
@@ -86,28 +89,24 @@ def _match(graph: Graph, node: Node, taken: set[Node]) -> Match | None:
         return None
     options = (padding, stride, dilation, groups)
     weight = weight.contiguous(memory_format=torch.channels_last)
-    return Match(node, last, x, bias, residual, packed, weight, options, problem)  # type: ignore[arg-type]
+    return Match(node, last, x, bias, residual, packed, weight, options, problem, behind)  # type: ignore[arg-type]
 
 
-def _epilogue(node: Node, taken: set[Node]) -> tuple[Node, Node | None, str]:
-    """The last node of what follows a convolution and belongs to it, its residual, and its activation."""
-    last, residual, activation = node, None, "none"
+def _epilogue(node: Node, taken: set[Node]) -> tuple[Node, Node | None, str, frozenset[Node]]:
+    """What follows a convolution and belongs to it: its last node, its residual, its activation, and all its nodes.
+
+    Behind a residual that is ReLU alone, since oneDNN applies no other there.
+    """
+    last, residual, activation, behind = node, None, "none", frozenset[Node]()
     user = _only_user(last)
     if user is not None and user.target is aten.add.Tensor and not user.kwargs and user not in taken:
         other = next((arg for arg in user.args if arg is not node), None)
         if isinstance(other, Node) and _shape(other) == _shape(node) and _dtype(other) is torch.float32:
-            last, residual = user, other
-    user = _only_user(last)
-    if user is not None and user.target is aten.relu.default and user not in taken:
-        last, activation = user, "relu"
-    return last, residual, activation
-
-
-def _behind(node: Node, last: Node) -> Iterator[Node]:
-    """The nodes of an epilogue, each of which has the one before it as an argument."""
-    while node is not last:
-        node = next(iter(node.users))
-        yield node
+            last, residual, behind = user, other, frozenset([user])
+    found = activated_by(last)
+    if found is not None and not found.nodes & taken and (residual is None or found.name == "relu"):
+        last, activation, behind = found.last, found.name, behind | found.nodes
+    return last, residual, activation, behind
 
 
 def _only_user(node: Node) -> Node | None:
