@@ -14,7 +14,6 @@ from tilewise.nn.regions.rewrite import rewrite
 from tilewise.nn.regions.trace import trace
 
 aten = torch.ops.aten
-PASSES = (aten.mul.Tensor, aten.add.Tensor)
 
 
 class Block(nn.Module):
@@ -55,15 +54,23 @@ def rewritten(model: nn.Module, x: torch.Tensor) -> Counter[Any]:
     return called
 
 
+@pytest.fixture(params=[True, False])
+def adds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether linear layers add residuals behind views."""
+    monkeypatch.setattr("tilewise.nn.regions.rewrite.LINEAR_RESIDUALS", {"cpu"} if request.param else set())
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("shape", [(6, 1, 1), (1, 6, 1, 1), (1, 1, 1)])
-def test_a_block_has_no_pass_of_its_own(shape: tuple[int, ...], first: bool, last: bool) -> None:
+def test_a_block_has_no_pass_of_its_own(shape: tuple[int, ...], first: bool, last: bool, adds: bool) -> None:
     x = torch.randn(2, 6, 5, 4)
     x = x.contiguous(memory_format=torch.channels_last) if last else x
     calls = rewritten(nn.Sequential(Block(6, shape, first=first), Block(6, shape)), x)
     one_number = shape == (1, 1, 1)
-    assert sum(calls[each] for each in PASSES) == (4 if one_number else 0)
+    assert calls[aten.mul.Tensor] == (2 if one_number else 0)
+    assert calls[aten.add.Tensor] == (0 if adds and not one_number else 2)
     assert calls[fused.linear] == 4
 
 

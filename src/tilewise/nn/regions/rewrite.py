@@ -27,6 +27,10 @@ VIEWS = (aten.view.default, aten.reshape.default)
 SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.clone.default)
 """Operators whose result has the same values. A graph without side effects needs no copies."""
 
+LINEAR_RESIDUALS = frozenset({"cuda"})
+"""Devices on which residuals behind views are added by linear layers. On a CPU a matrix product of the library with a
+sum behind it is faster than a convolution that adds."""
+
 
 def rewrite(graph: fx.Graph) -> int:
     """Fold and fuse in ``graph``, in place. Returns the number of operators that were folded or fused."""
@@ -294,7 +298,8 @@ def _fuse_residual(graph: fx.Graph, node: fx.Node) -> bool:
             continue
         if given.shape != own.shape or given.dtype is not own.dtype or result.dtype is not own.dtype:
             continue
-        if not _can_be_unviewed(given, views):
+        is_linear = product.target is fused.linear
+        if views and (not _can_be_unviewed(given, views) or (is_linear and own.device.type not in LINEAR_RESIDUALS)):
             continue
         with graph.inserting_before(node):
             residual = _unviewed(graph, other, views)
