@@ -317,8 +317,7 @@ class _Frame:
             self.arena = aligned(size, program.device) if size else None
             for index, offset in program.offsets.items():
                 slot = program.slots[index]
-                carved = None if self.arena is None or not slot.nbytes else _carved(self.arena, offset, slot)
-                program._set(self.values, index, _empty(slot, program.device) if carved is None else carved)
+                program._set(self.values, index, _carved(self.arena, offset, slot, program.device))
             for index, slot in enumerate(program.slots):
                 if slot.kind == "constant" and slot.tensor is not None:
                     program._set(self.values, index, slot.tensor.detach())
@@ -342,8 +341,10 @@ def _empty(slot: Slot, device: torch.device) -> Tensor:
     return torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=device)
 
 
-def _carved(arena: Tensor, offset: int, slot: Slot) -> Tensor:
+def _carved(arena: Tensor | None, offset: int, slot: Slot, device: torch.device) -> Tensor:
     """The tensor of ``slot`` that begins ``offset`` bytes behind the arena's beginning."""
+    if arena is None or not slot.nbytes:
+        return _empty(slot, device)
     piece = arena.narrow(0, offset, slot.nbytes).view(slot.dtype)
     return piece.as_strided(slot.shape, slot.strides)
 

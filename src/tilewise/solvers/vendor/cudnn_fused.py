@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from tilewise.problems.activations import activation_kind
 from tilewise.problems.conv.problem import ConvProblem, Pass
@@ -41,5 +40,4 @@ class CudnnFused(CudnnEngines):
             return ["adds into no result"]
         if any(p.layout(role) != "channels_last" for role in p.roles):
             return ["cuDNN fuses where all tensors are channels_last"]
-        reasons: list[Any] = super().unsupported(p)
-        return reasons
+        return super().unsupported(p)
