@@ -23,8 +23,8 @@ __all__ = ["ProgramRun", "compiled", "has_triton", "program"]
 class ProgramRun:
     """A compiled sequence of kernels as a :data:`~tilewise.solvers.base.Run`.
 
-    Called with tensors, or through :meth:`run_pointers` with their addresses. ``bias`` is the vector that is added,
-    where the kernels were compiled for one.
+    Called with tensors, or through :meth:`run_pointers` with their addresses. ``added`` are the bias and the residual,
+    those that the kernels were compiled for.
     """
 
     __slots__ = ("_program",)
@@ -38,15 +38,15 @@ class ProgramRun:
         b: torch.Tensor,
         out: torch.Tensor | None,
         workspace: torch.Tensor | None,
-        *bias: torch.Tensor,
+        *added: torch.Tensor,
     ) -> torch.Tensor:
         assert out is not None
-        self._program((a, b, out, workspace, *bias))
+        self._program((a, b, out, workspace, *added))
         return out
 
-    def run_pointers(self, a: int, b: int, out: int, workspace: int, *bias: int) -> None:
+    def run_pointers(self, a: int, b: int, out: int, workspace: int, *added: int) -> None:
         """Queue the kernels on the current stream of the device that they were compiled for."""
-        self._program.at((a, b, out, workspace, *bias))
+        self._program.at((a, b, out, workspace, *added))
 
     @property
     def sequence(self) -> LaunchSequence | None:
@@ -56,13 +56,15 @@ class ProgramRun:
 
 
 def compiled(p: Problem, launches: Sequence[Launch], device: torch.device) -> ProgramRun:
-    """Compile the launches and return them as one run over operands, result, workspace and bias.
+    """Compile the launches and return them as one run over operands, result, workspace, bias and residual.
 
     Kernels may rely on the alignment that the problem declares for each tensor. Raises ``SolverUnavailable`` with
     Triton's reason.
     """
-    itemsize = p.torch_dtype(p.result).itemsize  # a bias may lie anywhere
-    alignment = [*(p.alignment_of(role) for role in p.roles), ALIGNMENT, itemsize]
+    added = [p.torch_dtype(p.result).itemsize] * p.bias  # it may lie anywhere
+    if p.residual:
+        added.append(p.alignment_of(p.result))
+    alignment = [*(p.alignment_of(role) for role in p.roles), ALIGNMENT, *added]
     return ProgramRun(program(launches, alignment, device))
 
 
