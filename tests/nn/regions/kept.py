@@ -28,7 +28,7 @@ class First(Planner):
     """Plans by the first of a few solvers that can compute a problem, without measuring: tests of regions are short."""
 
     def plan(self, problem: Problem, options: Options | None = None) -> Plan:
-        for name in ("onednn_fused", "indirect", "separable_last"):
+        for name in ("onednn_fused", "indirect", "separable_last", "window_pooling"):
             solver = get(name)
             if isinstance(problem, solver.solves) and not solver.unsupported(problem):
                 config = next(iter(solver.configs(problem)))

@@ -142,33 +142,40 @@ class Builder:
         return self._held[wanted]
 
     def _planned(self, unit: Unit, planned: Planned, places: Sequence[int | None]) -> int:
-        """The slot of the result of a fused layer that runs by a plan."""
+        """The slot of the result of a fused layer or a pooling that runs by a plan."""
         product, problem = planned.product, planned.product.problem
         first, result = problem.operands[0], problem.results[0]
-        x = self._seen(places[0], product, first)
-        inputs = [x]
+        inputs = [self._seen(places[0], product, first)]
+        if len(problem.operands) > 1:
+            inputs += self._added(unit, planned, places[-1])
+        shape, strides = product.described(result)
+        output = self._new(Slot(shape, strides, problem.torch_dtype(result)))
+        key = problem, planned.plan
+        if key not in self._bound:
+            filters = [self._slots[index].tensor for index in inputs[1 : len(problem.operands)]]
+            example = torch.empty_strided(
+                *product.described(first), dtype=problem.torch_dtype(first), device=self._device
+            )
+            self._bound[key] = execute.bind(planned.plan, problem, example, *filters)
+        self._steps.append(Step(unit.name, tuple(inputs), output, plan=self._bound[key]))
+        own = tuple(unit.value.shape)
+        return output if own == shape else self._view(output, own, product.gives)
+
+    def _added(self, unit: Unit, planned: Planned, residual: int | None) -> list[int]:
+        """The slots of what a fused layer's plan reads besides its input: the weight, the bias and the residual."""
+        product, problem = planned.product, planned.product.problem
+        result = problem.results[0]
         weight, bias = planned.weight or unit.node.args[1], unit.node.args[2]
         shape, strides = product.described(problem.operands[1])
         dtype = problem.torch_dtype(problem.operands[1])
         assert isinstance(weight, fx.Node | Gathered)
-        inputs.append(self._constant(weight, shape, strides, dtype))
-        shape, strides = product.described(result)
+        inputs = [self._constant(weight, shape, strides, dtype)]
         if isinstance(bias, fx.Node) and problem.bias:
-            channels = shape[problem.bias_dim]
+            channels = problem.shape(result)[problem.bias_dim]
             inputs.append(self._constant(bias, (channels,), (1,), problem.torch_dtype(result)))
         if unit.node.args[3] is not None:
-            inputs.append(self._seen(places[-1], product, result))
-        output = self._new(Slot(shape, strides, problem.torch_dtype(result)))
-        key = problem, planned.plan
-        if key not in self._bound:
-            w = self._slots[inputs[1]].tensor
-            example = torch.empty_strided(
-                *product.described(first), dtype=problem.torch_dtype(first), device=self._device
-            )
-            self._bound[key] = execute.bind(planned.plan, problem, example, w)
-        self._steps.append(Step(unit.name, tuple(inputs), output, plan=self._bound[key]))
-        own = tuple(unit.value.shape)
-        return output if own == shape else self._view(output, own, product.gives)
+            inputs.append(self._seen(residual, product, result))
+        return inputs
 
     def _aligned(self, place: int, alignment: int) -> int:
         """The slot, or that of a copy where a view begins between two multiples of ``alignment`` bytes."""

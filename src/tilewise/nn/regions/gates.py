@@ -1,4 +1,4 @@
-"""Which parts of a region our kernels compute: means, gates of channels, images that are joined, norms of rows."""
+"""Which parts of a region our kernels compute: means, gates of channels, images that are joined, norms, poolings."""
 
 from __future__ import annotations
 
@@ -8,18 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.machine.device import device_name
 from tilewise.nn.programs.joined import Joined
 from tilewise.nn.programs.pixels import MOST_PIXELS, KernelCall, Pixels
 from tilewise.nn.programs.rows import RowNorm, can_run
 from tilewise.nn.programs.slots import Place
-from tilewise.nn.regions.units import Strides, Unit, formats, value_of
+from tilewise.nn.regions.products import Product
+from tilewise.nn.regions.units import Strides, Unit, formats, normal, value_of
+from tilewise.problems.base import DTYPE_NAMES, dense_strides
+from tilewise.problems.pooling.problem import PoolingProblem
 from tilewise.solvers.base import SolverUnavailable
 
-__all__ = ["join_ways", "norm_ways", "pixel_ways"]
+__all__ = ["join_ways", "norm_ways", "pixel_ways", "pooling_products"]
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 MEANS = (torch.ops.aten.mean.dim,)
 PRODUCTS = (torch.ops.aten.mul.Tensor,)
+POOLINGS = {
+    torch.ops.aten.max_pool2d_with_indices.default: "max", torch.ops.aten.max_pool3d_with_indices.default: "max",
+    torch.ops.aten.avg_pool2d.default: "avg", torch.ops.aten.avg_pool3d.default: "avg",
+}  # fmt: skip
+NAMES = {
+    "max": ("kernel", "stride", "padding", "dilation", "ceil_mode"),
+    "avg": ("kernel", "stride", "padding", "ceil_mode", "count_include_pad", "divisor"),
+}
+"""What the arguments of these operators are, behind the images."""
+SIZES = ("kernel", "stride", "padding", "dilation")
 
 
 def pixel_ways(unit: Unit) -> Iterator[tuple[Pixels, tuple[Strides, ...], Strides]]:
@@ -56,6 +70,39 @@ def norm_ways(unit: Unit) -> Iterator[tuple[RowNorm, tuple[Strides, ...], Stride
     norm = RowNorm(tuple(x.shape), float(eps), weight is not None, bias is not None, x.dtype)
     contiguous = formats(x.shape)[0]
     yield norm, (contiguous, *[(1,)] * (len(unit.inputs) - 1)), contiguous
+
+
+def pooling_products(unit: Unit) -> Iterator[Product]:
+    """The problems by which a pooling may be computed, one for each layout; none for what is torch's to compute."""
+    op = POOLINGS.get(unit.overload)
+    if op is None or unit.result or unit.keywords or unit.arguments[0] != Place(0):
+        return
+    x, result = value_of(unit.inputs[0]), unit.value
+    dims = x.dim() - 2
+    if x.dtype not in TYPES or x.device.type not in ("cpu", "cuda") or not x.numel():
+        return
+    given: dict[str, Any] = dict(zip(NAMES[op], unit.arguments[1:], strict=False))
+    given |= {name: _repeated(given.get(name), dims) for name in NAMES[op] if name in SIZES}
+    given["stride"] = given["stride"] or given["kernel"]
+    given["divisor"] = given.get("divisor") or 0
+    for layout in ("contiguous", "channels_last") if dims == 2 else ("contiguous",):
+        try:
+            problem = PoolingProblem(
+                op, x.shape[0], x.shape[1], tuple(x.shape[2:]), **given, layout_name=layout,
+                dtype=DTYPE_NAMES[x.dtype], device=device_name(x.device),
+            )  # fmt: skip
+        except ValueError:  # sizes that are torch's to judge
+            return
+        if problem.shape("y") != tuple(result.shape):
+            return
+        reads, gives = (normal(shape, dense_strides(shape, layout)) for shape in (x.shape, result.shape))
+        yield Product(problem, reads, gives)
+
+
+def _repeated(sizes: Any, dims: int) -> tuple[int, ...]:
+    """One number for each axis; none where nothing is given."""
+    numbers = tuple(sizes or ())
+    return numbers * dims if len(numbers) == 1 else numbers
 
 
 def _is_there(call: KernelCall) -> bool:

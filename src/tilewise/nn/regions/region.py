@@ -15,6 +15,7 @@ from tilewise.nn.progress import Late, showing
 from tilewise.nn.regions.blocks import Block, blocks_of, with_blocks
 from tilewise.nn.regions.build import Builder
 from tilewise.nn.regions.constants import Constants
+from tilewise.nn.regions.gates import pooling_products
 from tilewise.nn.regions.in_place import timed_in_place
 from tilewise.nn.regions.layouts import Choice, Part, Way, choose_ways
 from tilewise.nn.regions.operators import constants_of
@@ -115,6 +116,8 @@ def plan_region(
     plans = source.all(list(dict.fromkeys(problems)))
     blocks = blocks_of(units)
     region = _Region(traced, tensors, units)
+    poolings = [product.problem for unit in units for product in pooling_products(unit)]
+    plans = {**plans, **source.some(poolings)}
     region.find_ways(times, plans, blocks, source.some([block.product.problem for block in blocks]))
     if times.device.type == "cpu":  # a GPU's caches hold little from one layer to the next
         with showing(tell):

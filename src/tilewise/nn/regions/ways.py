@@ -17,19 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tilewise import execute
 from tilewise.machine.turns import pause
 from tilewise.nn.programs.pixels import KernelCall
 from tilewise.nn.programs.rows import RowNorm
-from tilewise.nn.programs.slots import Operator, Place
+from tilewise.nn.programs.slots import Operator, Place, planned
 from tilewise.nn.regions.constants import Gathered
 from tilewise.nn.regions.fused import Call
-from tilewise.nn.regions.gates import join_ways, norm_ways, pixel_ways
+from tilewise.nn.regions.gates import join_ways, norm_ways, pixel_ways, pooling_products
 from tilewise.nn.regions.layouts import Way
 from tilewise.nn.regions.products import Product, products_of
 from tilewise.nn.regions.trace import Untraceable
 from tilewise.nn.regions.units import JOINED, PRODUCT, VIEW, Strides, Unit, formats, normal, value_of
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem
+from tilewise.problems.kinds import kind_of
 
 __all__ = ["Deferred", "Planned", "Times", "View", "ways_of"]
 
@@ -122,7 +124,7 @@ def ways_of(
         found = list(_joined(unit, times))
     else:
         kernels = _by_kernels((*pixel_ways(unit), *norm_ways(unit)), times, unit.value.dtype)
-        found = [*kernels, *_operators(unit, known, times)]
+        found = [*kernels, *_poolings(unit, times, plans), *_operators(unit, known, times)]
     if not found:
         raise Untraceable(f"{unit.overload or unit.name} cannot be run by itself")
     return tuple(found)
@@ -208,6 +210,18 @@ def _by_kernels(
         given = zip(call.shapes, (*reads, gives), strict=True)
         tensors = [times.example(shape, strides, dtype) for shape, strides in given]
         yield Way(reads, gives, times.of(call, functools.partial(call, *tensors)), call)
+
+
+def _poolings(unit: Unit, times: Times, plans: Mapping[Problem, Sequence[Plan]]) -> Iterator[Way]:
+    """The ways of a pooling by the best plan of each layout, timed as torch's operator is."""
+    for product in pooling_products(unit):
+        problem = product.problem
+        for plan in plans.get(problem, ())[:1]:
+            if plan.solver == kind_of(problem).baseline:
+                continue
+            x, out = (times.example(*product.described(role), unit.value.dtype) for role in ("x", "y"))
+            run = functools.partial(planned(execute.bind(plan, problem, x, out)), x, out)
+            yield Way((product.reads,), product.gives, times.of((problem, plan), run), Planned(product, plan))
 
 
 def _joined(unit: Unit, times: Times) -> Iterator[Way]:
