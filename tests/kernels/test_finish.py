@@ -94,3 +94,18 @@ def test_sums_of_16_bits_are_rounded_once(place: str) -> None:
     residual, bias = torch.full_like(out, 1.0), torch.full((4,), 1.0, dtype=torch.bfloat16, device=place)
     finish(out, (0, 4), bias, residual, "none")
     assert bool((out == 258).all())  # 256 + 1 alone would be 256
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_gelu_of_16_bits_is_rounded_right(place: str) -> None:
+    """Of every number of fp16 up to 2^14, and not only near 0, where a result is small."""
+    bits = torch.arange(0x7400, dtype=torch.int16, device=place)
+    half = bits.view(torch.float16)
+    values = torch.cat([half, -half, half.new_tensor([torch.inf, torch.nan])]).unsqueeze(0)
+    want = torch.nn.functional.gelu(values.double())
+    got = values.clone()
+    finish(got, (0, got.shape[1]), None, None, "gelu", block=4096)
+    ulp = torch.where(want.abs() < 2.0**-14, 2.0**-24, 2.0 ** (want.abs().log2().floor() - 10))
+    assert bool((got.double() - want)[0, :-2].abs().le(0.52 * ulp[0, :-2]).all())
+    assert got[0, -2:].tolist()[0] == torch.inf
+    assert bool(got[0, -1].isnan())

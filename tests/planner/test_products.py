@@ -93,7 +93,7 @@ def test_rows_are_divided_without_a_limit_where_a_tile_is_not_full(rows: int, de
 def test_rows_are_divided(sizes: tuple[int, ...], bias: bool) -> None:
     p = GemmProblem(13, 24, 40, "NT", bias=bias)
     split = solvers.get("row_blocks")
-    children = tuple(Plan(split.child(p, size).key, "thin_gemm", 2, thin(split.child(p, size))) for size in sizes)
+    children = tuple(Plan(split.child(p, size).key, "thin_gemm", 3, thin(split.child(p, size))) for size in sizes)
     check(Plan(p.key, "row_blocks", 1, Config(sizes=sizes), children, (1,) * len(sizes)), p)
 
 

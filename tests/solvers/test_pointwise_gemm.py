@@ -64,7 +64,7 @@ def test_every_activation(place: str, activation: str) -> None:
         {"axes": (Axis(5, 1, 2), Axis(7, 1, 3))},
         {"axes": (Axis(5, 1, 2),)},
         {"axes": (Axis(2, 1), Axis(5, 1, 2), Axis(4, 1))},
-        {"in_channels": 1, "out_channels": 1},
+        {"in_channels": 1, "out_channels": 1, "activation": "leaky_relu:0.1"},
         {"in_channels": 64, "out_channels": 17},
         {"batch": 1, "in_channels": 33, "axes": (Axis(1, 1), Axis(1, 1))},
     ],

@@ -32,7 +32,7 @@ class StreamKGemm(ProductSolver):
     three products of TF32 parts or six of bf16 parts (Ootomo and Yokota 2022, section 3).
     """
 
-    name, version = "stream_k_gemm", 2
+    name, version = "stream_k_gemm", 3
     devices = frozenset({"cuda"})
     compiles = True
     adds_bias = True

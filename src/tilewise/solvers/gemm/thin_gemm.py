@@ -31,7 +31,7 @@ class ThinGemm(ProductSolver):
     the multiprocessors (split-K; Osama et al. 2023, "Stream-K", section 2.3). They are added up in order.
     """
 
-    name, version = "thin_gemm", 2
+    name, version = "thin_gemm", 3
     compiles = True
     adds_bias = True
     activations = frozenset(ACTIVATIONS)

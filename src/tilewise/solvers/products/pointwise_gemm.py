@@ -45,9 +45,9 @@ class Tile:
 
 
 RATES = {
-    (128, 256, 8, 3): 0.75, (256, 128, 8, 3): 0.75, (128, 128, 8, 3): 0.7, (128, 128, 4, 4): 0.7, (64, 256, 8, 3): 0.6,
-    (256, 64, 8, 3): 0.6, (64, 128, 4, 4): 0.6, (128, 64, 4, 4): 0.6, (64, 64, 4, 4): 0.45, (128, 32, 4, 4): 0.4,
-    (64, 32, 4, 5): 0.3, (32, 64, 4, 5): 0.25,
+    (128, 256, 8, 3): 0.6, (256, 128, 8, 3): 0.65, (128, 128, 8, 3): 0.7, (128, 128, 4, 4): 0.6, (64, 256, 8, 3): 0.55,
+    (256, 64, 8, 3): 0.55, (64, 128, 4, 4): 0.7, (128, 64, 4, 4): 0.68, (64, 64, 4, 4): 0.65, (128, 32, 4, 4): 0.4,
+    (64, 32, 4, 5): 0.35, (32, 64, 4, 5): 0.25,
 }  # fmt: skip
 """Share of the matrix units' rate that long sums reach, by pixels, outputs, warps and stages of a tile."""
 
@@ -111,9 +111,10 @@ def _pixels(p: ConvProblem) -> int:
 
 
 def _tiles(p: ConvProblem) -> list[Tile]:
-    """Tiles that hold no more than a program may, with sums of a few channels in one step."""
-    depth = next((n for n in EDGES if n >= p.in_channels), LONGEST)
-    return [Tile(pixels, outputs, min(depth, LONGEST), warps, stages) for pixels, outputs, warps, stages in RATES]
+    """All tiles, with sums in steps that divide them where those are not too short."""
+    whole = [n for n in EDGES if n <= LONGEST and p.in_channels % n == 0]
+    depth = max(whole, default=min(LONGEST, max(EDGES[0], 1 << (p.in_channels - 1).bit_length())))
+    return [Tile(pixels, outputs, depth, warps, stages) for pixels, outputs, warps, stages in RATES]
 
 
 def _seconds(p: ConvProblem, tile: Tile) -> float:

@@ -58,4 +58,5 @@ def pointwise(
     at = p.to(tl.int64)[:, None] * outputs + o[None, :]
     if RESIDUAL:
         total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, activated(total, ACTIVATION, FIRST, SECOND).to(out.dtype.element_ty), mask=mask)
+    total = activated(total, ACTIVATION, FIRST, SECOND, out.dtype.element_ty.primitive_bitwidth)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)

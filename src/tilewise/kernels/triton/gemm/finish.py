@@ -34,4 +34,5 @@ def finish(
         value += tl.load(bias + row % channels, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
         value += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, activated(value, ACTIVATION, FIRST, SECOND).to(out.dtype.element_ty), mask=mask)
+    value = activated(value, ACTIVATION, FIRST, SECOND, out.dtype.element_ty.primitive_bitwidth)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)

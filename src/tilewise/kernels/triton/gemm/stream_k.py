@@ -111,7 +111,7 @@ def _write(
     pointers = out + (m.to(tl.int64) * row_stride)[:, None] + (n.to(tl.int64) * column_stride)[None, :]
     if ACCUMULATE:
         total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    total = activated(total, ACTIVATION)
+    total = activated(total, ACTIVATION, BITS=out.dtype.element_ty.primitive_bitwidth)
     tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)
 
 

@@ -65,7 +65,7 @@ def thin_product(
     mask = (m < rows)[:, None] & (n < columns)[None, :]
     if ACCUMULATE:
         acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    acc = activated(acc, ACTIVATION)
+    acc = activated(acc, ACTIVATION, BITS=out.dtype.element_ty.primitive_bitwidth)
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
 
 
@@ -88,5 +88,5 @@ def add_parts(
     pointers = out + row.to(tl.int64) * out_stride + column
     if ACCUMULATE:
         total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    total = activated(total, ACTIVATION)
+    total = activated(total, ACTIVATION, BITS=out.dtype.element_ty.primitive_bitwidth)
     tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)
