@@ -9,14 +9,23 @@ import math
 from collections.abc import Callable, Sequence
 
 from llvmlite import ir
+from numba.core import cgutils
 
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.channels_last.loops import constant, either
-from tilewise.kernels.cpu.recurrent.activations import exponential, relu, sigmoid, tanh
+from tilewise.kernels.cpu.recurrent.activations import polynomial, power_of_two, relu, sigmoid, tanh
 from tilewise.kernels.cpu.vectors import NUMBER, Code
 from tilewise.problems.activations import activation_kind, activation_parameters
 
 __all__ = ["activation_of", "stored"]
+
+TAIL = (
+    -0.9999998919, -1.151110974, -0.4591555499, -0.05267206112, 0.007338567315, -0.0003597261102, -9.079780916e-05,
+    1.903692893e-05, -1.143440267e-06,
+)  # fmt: skip
+"""The logarithm to base 2 of the normal distribution's tail as a polynomial of where it begins, fitted up to 5.2."""
+FARTHEST = 10.0
+"""Up to here it falls, to 1e-23."""
 
 
 def _clamped(code: Code, x: ir.Value, low: float, high: float) -> ir.Value:
@@ -38,18 +47,17 @@ def _leaky(code: Code, x: ir.Value, slope: float) -> ir.Value:
 
 
 def _gelu(code: Code, x: ir.Value) -> ir.Value:
-    """``x (1 + erf(x / sqrt(2))) / 2``, with erf to 1.5e-7 (Abramowitz and Stegun 1964, 7.1.26)."""
-    b, one = code.builder, code.splat(1.0)
-    z = b.fmul(x, code.splat(math.sqrt(0.5)))
-    negative = b.fcmp_ordered("<", z, code.splat(0.0))
-    size = b.select(negative, b.fneg(z), z)
-    t = b.fdiv(one, b.call(code.fma, [size, code.splat(0.3275911), one]))
-    total = code.splat(1.061405429)
-    for coefficient in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
-        total = b.call(code.fma, [total, t, code.splat(coefficient)])
-    # What is left of 1 beyond ``size``, of which a negative number keeps that share and a positive one the rest.
-    tail = b.fmul(b.fmul(total, t), b.fmul(code.splat(0.5), exponential(code, b.fneg(b.fmul(z, z)))))
-    return b.fmul(x, b.select(negative, tail, b.fsub(one, tail)))
+    """``x (1 + erf(x / sqrt(2))) / 2`` to about 4e-7 of its value above -1, and to 1e-7 below.
+
+    It is max(x, 0) less a = |x| times the normal distribution's tail beyond a. The tail is 2 to the power of a
+    polynomial in a: that takes no division, and a third less time than the formulas of Abramowitz and Stegun do.
+    """
+    b, zero, most = code.builder, code.splat(0.0), code.splat(FARTHEST)
+    kind = ir.FunctionType(code.vector, [code.vector])
+    size = b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.fabs.v{code.lanes}f32"), [x])
+    size = b.select(b.fcmp_ordered(">", size, most), most, size)
+    tail = power_of_two(code, polynomial(code, size, TAIL))
+    return b.call(code.fma, [b.fneg(size), tail, b.select(b.fcmp_ordered("<", x, zero), zero, x)])
 
 
 def _gelu_tanh(code: Code, x: ir.Value) -> ir.Value:

@@ -8,15 +8,17 @@ from llvmlite import ir
 
 from tilewise.kernels.cpu.vectors import Code
 
-__all__ = ["exponential", "relu", "sigmoid", "tanh"]
+__all__ = ["exponential", "polynomial", "power_of_two", "relu", "sigmoid", "tanh"]
 
 EXPONENTIAL = (0.4999999815, 0.1666654342, 0.04166720071, 0.008366547133, 0.001388251639)
 """((exp(x) - 1) / x - 1) / x as a polynomial of x: exp(x) - 1 is right to 2e-8 of its value for |x| <= log(2) / 2."""
+POWERS = (1.000000072, 0.6931469671, 0.2402211972, 0.05550713274, 0.009675541333, 0.001327647181)
+"""2 to the power of x as a polynomial of x: it is right to 8e-8 of its value for |x| <= 1 / 2."""
 SHIFTER = 1.5 * 2**23
 """A number that leaves no digits behind the point of a small one that is added to it."""
 
 
-def _polynomial(code: Code, x: ir.Value, coefficients: Sequence[float]) -> ir.Value:
+def polynomial(code: Code, x: ir.Value, coefficients: Sequence[float]) -> ir.Value:
     """The polynomial of ``x`` with these coefficients, the lowest first, by Horner's rule."""
     value: ir.Value = code.splat(coefficients[-1])
     for coefficient in coefficients[-2::-1]:
@@ -40,7 +42,16 @@ def _powers(code: Code, x: ir.Value, most: float) -> tuple[ir.Value, ir.Value]:
     rest = b.call(code.fma, [power, code.splat(-0.6931471805599453), x])
     kind = ir.VectorType(ir.IntType(32), code.lanes)
     scale = b.bitcast(b.shl(b.add(b.bitcast(shifted, kind), code.whole(127)), code.whole(23)), code.vector)
-    return scale, b.call(code.fma, [b.fmul(rest, rest), _polynomial(code, rest, EXPONENTIAL), rest])
+    return scale, b.call(code.fma, [b.fmul(rest, rest), polynomial(code, rest, EXPONENTIAL), rest])
+
+
+def power_of_two(code: Code, x: ir.Value) -> ir.Value:
+    """2 to the power of each lane, between -125 and 126, to about 1e-7 of its value."""
+    b, kind = code.builder, ir.VectorType(ir.IntType(32), code.lanes)
+    shifted = b.fadd(x, code.splat(SHIFTER))
+    value = polynomial(code, b.fsub(x, b.fsub(shifted, code.splat(SHIFTER))), POWERS)
+    exponent = b.shl(b.bitcast(shifted, kind), code.whole(23))
+    return b.bitcast(b.add(b.bitcast(value, kind), exponent), code.vector)
 
 
 def exponential(code: Code, x: ir.Value) -> ir.Value:
