@@ -18,7 +18,7 @@ SAME = Axis(14, 3, 1, 1, 1, 1)
 LIMITS = {"fp32": 5e-6, "bf16": 8e-3}
 
 
-@pytest.mark.parametrize("name", ["aten", "implicit_gemm", "cudnn"])
+@pytest.mark.parametrize("name", ["aten", "implicit_gemm", "cudnn", "depthwise"])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "view"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
@@ -34,9 +34,11 @@ LIMITS = {"fp32": 5e-6, "bf16": 8e-3}
 def test_what_follows_a_convolution(
     name: str, layout: str, dtype: str, bias: bool, residual: bool, activation: str
 ) -> None:
+    outputs, groups = (32, 16) if name == "depthwise" else (24, 1)
     p = ConvProblem(
-        Pass.FPROP, 3, 16, 24, (SAME, SAME), dtype=dtype, bias=bias, residual=residual, activation=activation,
-        layouts=(layout, "contiguous" if layout == "view" else layout, layout), device=device_name("cuda"),
+        Pass.FPROP, 3, 16, outputs, (SAME, SAME), groups, dtype=dtype, device=device_name("cuda"),
+        bias=bias, residual=residual, activation=activation,
+        layouts=(layout, "contiguous" if layout == "view" else layout, layout),
         alignment=(4, 16, 4) if layout == "view" else (16, 16, 16),
     )  # fmt: skip
     solver = get(name)

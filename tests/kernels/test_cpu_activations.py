@@ -43,7 +43,7 @@ def kernel(activation: str, lanes: int) -> Callable[..., Any]:
     def run(source: int, target: int, count: int) -> None:
         block(source, target, count)
 
-    return run  # type: ignore[no-any-return]
+    return run
 
 
 def applied(activation: str, x: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:

@@ -1,4 +1,7 @@
-"""Depthwise convolutions in Triton's interpreter, in small tiles: the GPU tests see only those it offers."""
+"""Depthwise convolutions in Triton's interpreter, in small tiles: the GPU tests see only those it offers.
+
+What follows their sums (bias, residual, activation) is tested in ``test_depthwise_epilogue.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.interpreter import interpreted
 from tests.sampling import some
-from tests.solvers.test_solvers import Memory, check
+from tests.solvers.test_solvers import Memory, check, named
 from tests.strategies import allocate, axes, fill, with_memory
 
 from tilewise.machine.device import device_name
@@ -74,6 +77,11 @@ def test_any_tile(pass_: Pass, dtype: str, data: st.DataObject) -> None:
     p, forms = found
     if dtype != "fp32" and data.draw(st.booleans(), "fp32 result"):
         p = replace(p, out_dtype="fp32")
+    if pass_ is not Pass.WGRAD:
+        p = replace(p, bias=data.draw(st.booleans(), "bias"), constant_weight=data.draw(st.booleans(), "constant"))
+    if pass_ is Pass.FPROP and not p.accumulate:
+        p = replace(p, residual=data.draw(st.booleans(), "residual"),
+                    activation=data.draw(st.sampled_from(named(SOLVER.activations)), "activation"))  # fmt: skip
     check(SOLVER, p, data.draw(configs(p), "config"), forms, p.accumulate)
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.gemm.activations import activated
+
 # Tuples of tensors grow by addition: Triton has no starred expressions.
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
@@ -209,14 +211,26 @@ def _lane_channels(block, channels, LANES: tl.constexpr, LANES_C: tl.constexpr, 
         return c, own
 
 
+@triton.jit
+def _finished(value, added, places, mask, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+              PARAMETERS: tl.constexpr):  # fmt: skip
+    """Sums in fp32 with the bias ``added`` and the residual at ``places``, after the activation."""
+    if BIAS:
+        value += added
+    if RESIDUAL:
+        value += tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    return activated(value, ACTIVATION, PARAMETERS[0], PARAMETERS[1])
+
+
 @triton.jit(do_not_specialize=["tiles", "channels"])
 def gather(
-    source, filters, out, tiles, channels,
+    source, filters, out, bias, residual, tiles, channels,
     SOURCE: tl.constexpr, FILTERS: tl.constexpr, OUT: tl.constexpr, SIZES: tl.constexpr, OUTS: tl.constexpr,
     TILES: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr,
     ROWS: tl.constexpr, ROW_CHECKS: tl.constexpr, COLUMNS: tl.constexpr, COLUMN_CHECKS: tl.constexpr,
     PLANES: tl.constexpr, FLAT: tl.constexpr, KERNEL: tl.constexpr, SHARED: tl.constexpr, SUMMED: tl.constexpr,
-    ACCUMULATE: tl.constexpr, VECTOR: tl.constexpr, OUT_VECTOR: tl.constexpr,
+    ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    PARAMETERS: tl.constexpr, VECTOR: tl.constexpr, OUT_VECTOR: tl.constexpr,
     RUN: tl.constexpr, OUT_RUN: tl.constexpr, RUN_C: tl.constexpr,
     TILE_H: tl.constexpr, TILE_W: tl.constexpr, LANES: tl.constexpr, LANES_C: tl.constexpr,
 ):  # fmt: skip
@@ -228,6 +242,8 @@ def gather(
     (a, b, c, r): plane d reads with tap k plane (a d + b + c k) / r of the source, where that is whole; ``FLAT``: all
     of them exist. ``SHARED`` channels of the result read one of the source, ``SUMMED`` of the source go to one of the
     result. ``RUN`` and ``OUT_RUN`` divide the places in memory of channels' runs or vectors, ``RUN_C`` the channels.
+    ``BIAS``: the number of the channel in ``bias`` is added; ``RESIDUAL``: so is ``residual``, which lies as ``out``
+    does. ``ACTIVATION`` with its two ``PARAMETERS`` comes last, and the result is rounded once.
 
     Grid (blocks of channels, which go fastest, times blocks of tiles,).
     """
@@ -258,7 +274,11 @@ def gather(
                         sums = sums[: o * TILE_W] + added + sums[(o + 1) * TILE_W :]
     row = h * TILE_H
     column = w * TILE_W
-    places = out + _place(n, c, d, row, column, OUT, LANES_C, OUT_RUN)
+    place = _place(n, c, d, row, column, OUT, LANES_C, OUT_RUN)
+    if BIAS:  # after the sums, over which it would take a register
+        added = tl.load(bias + c).to(tl.float32)
+    else:
+        added = 0.0
     for o in tl.static_range(TILE_H):
         for j in tl.static_range(0, TILE_W, OUT_VECTOR):
             written = own
@@ -267,12 +287,15 @@ def gather(
             if OUTS[2] % TILE_W != 0:
                 written = written & (column + j < OUTS[2])
             value = _joined(sums[o * TILE_W + j : o * TILE_W + j + OUT_VECTOR], OUT_VECTOR)
-            target = places + (o * OUT[3] + j * OUT[4])
+            target = out + place + (o * OUT[3] + j * OUT[4])
+            like = residual + place + (o * OUT[3] + j * OUT[4])
             if OUT_VECTOR > 1:
                 target = target[:, None] + tl.arange(0, OUT_VECTOR)[None, :]
+                like = like[:, None] + tl.arange(0, OUT_VECTOR)[None, :]
                 written = written[:, None]
             if ACCUMULATE:
                 value += tl.load(target, mask=written, other=0.0).to(tl.float32)
+            value = _finished(value, added, like, written, BIAS, RESIDUAL, ACTIVATION, PARAMETERS)
             tl.store(target, value.to(out.dtype.element_ty), mask=written)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tilewise.problems.activations import activation_kind, activation_parameters
 from tilewise.problems.base import ALIGNMENT
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
@@ -32,6 +33,7 @@ __all__ = [
     "axes_of",
     "kernel_rows",
     "launches",
+    "pack_filter",
     "promised",
     "strides_of",
     "tiles",
@@ -39,8 +41,8 @@ __all__ = [
     "window",
 ]
 
-FIRST, SECOND, OUT, WORKSPACE = range(4)
-"""Numbers of the tensors that a launch's pointers refer to."""
+FIRST, SECOND, OUT, WORKSPACE, ADDED = range(5)
+"""Numbers of the tensors that a launch's pointers refer to. A bias is the first that is added, then a residual."""
 LOW, HIGH, UNUSED = 1, 2, 4
 """Bits of a window's checks, as the kernels know them: may lie before the source, may lie behind it, is never read."""
 UNIT = Axis(1, 1)
@@ -151,10 +153,14 @@ def kernel_rows(p: ConvProblem, tile: Tile) -> int:
 
 def launches(p: ConvProblem, tile: Tile, splits: int, a: torch.Tensor, b: torch.Tensor,
              out: torch.Tensor) -> list[Launch]:  # fmt: skip
-    """The kernels of the pass in order; filters with channels innermost and partial sums lie in the workspace."""
+    """The kernels of the pass in order; filters with channels innermost and partial sums lie in the workspace.
+
+    A constant filter with channels innermost is the second operand.
+    """
     if p.pass_ is Pass.WGRAD:
         return [_weight_gradient(p, tile, splits, a, b, out), _add_shares(p, tile, splits, out)]
-    return [*([_pack_filter(p, b)] if tile.channels > 1 else []), _gather(p, tile, a, b, out)]
+    packs = tile.channels > 1 and not p.constant_weight
+    return [*([pack_filter(p, b)] if packs else []), _gather(p, tile, a, b, out)]
 
 
 def _gather(p: ConvProblem, tile: Tile, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Launch:
@@ -175,6 +181,7 @@ def _gather(p: ConvProblem, tile: Tile, a: torch.Tensor, b: torch.Tensor, out: t
     if packed:
         area = width.kernel * p.out_channels
         filters = (1, height.kernel * area, area, p.out_channels)
+    parameters = (*activation_parameters(p.activation), 0.0, 0.0)[:2]
     constants: dict[str, Any] = {
         "SOURCE": strides_of(a), "FILTERS": filters, "OUT": strides_of(out),
         "SIZES": _space(a), "OUTS": _space(out), "TILES": shape,
@@ -182,14 +189,20 @@ def _gather(p: ConvProblem, tile: Tile, a: torch.Tensor, b: torch.Tensor, out: t
         "ROWS": rows.taps, "ROW_CHECKS": rows.checks, "COLUMNS": columns.taps, "COLUMN_CHECKS": columns.checks,
         "PLANES": _planes(depth, backward), "FLAT": depth == UNIT, "KERNEL": _kernel(p),
         "SHARED": 1 if backward else multiplier, "SUMMED": multiplier if backward else 1, "ACCUMULATE": p.accumulate,
+        "BIAS": p.bias, "RESIDUAL": p.residual, "ACTIVATION": activation_kind(p.activation), "PARAMETERS": parameters,
         "VECTOR": vector, "OUT_VECTOR": out_vector, "RUN": promised(p, tile, p.operands[0], strides_of(a)),
         "OUT_RUN": promised(p, tile, p.result, strides_of(out)), "RUN_C": math.gcd(8, channels, tile.channels),
         "TILE_H": tile.rows, "TILE_W": tile.columns, "LANES": tile.lanes, "LANES_C": tile.channels,
     }  # fmt: skip
     count = p.batch * math.prod(shape)
-    weights = Pointer(WORKSPACE, 0, torch.float32) if packed else Pointer(SECOND, 0, b.dtype)
+    kept = packed and p.constant_weight
+    weights = Pointer(WORKSPACE if packed and not kept else SECOND, 0, torch.float32 if packed else b.dtype)
     grid = (-(-channels // tile.channels) * -(-count // tile.spatial), 1, 1)
-    pointers = (Pointer(FIRST, 0, a.dtype), weights, Pointer(OUT, 0, out.dtype))
+    pointers = (
+        Pointer(FIRST, 0, a.dtype), weights, Pointer(OUT, 0, out.dtype),
+        Pointer(ADDED if p.bias else OUT, 0, out.dtype),  # what is not added is not read
+        Pointer(ADDED + p.bias if p.residual else OUT, 0, out.dtype),
+    )  # fmt: skip
     return Launch(kernels.gather, grid, pointers, (count, channels), constants, tile.warps, 1)
 
 
@@ -245,8 +258,8 @@ def _add_shares(p: ConvProblem, tile: Tile, splits: int, out: torch.Tensor) -> L
     return Launch(kernels.add_shares, (-(-total // ADD_BLOCK), 1, 1), pointers, scalars, constants)
 
 
-def _pack_filter(p: ConvProblem, w: torch.Tensor) -> Launch:
-    """The launch that copies the filter with channels innermost, in fp32."""
+def pack_filter(p: ConvProblem, w: torch.Tensor) -> Launch:
+    """The launch that copies the filter, the second operand, into the workspace: channels innermost, in fp32."""
     from tilewise.kernels.triton import depthwise as kernels
     from tilewise.kernels.triton.launch import Launch, Pointer
 

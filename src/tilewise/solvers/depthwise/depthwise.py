@@ -7,14 +7,15 @@ from collections.abc import Iterable
 import torch
 
 from tilewise.plan import Config
+from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
-from tilewise.solvers.base import Cost, Run, SolverUnavailable
+from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
 from tilewise.solvers.common.tiles import integer
 from tilewise.solvers.common.triton_run import compiled, has_triton
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.depthwise import _cpu as cpu
 from tilewise.solvers.depthwise._effort import candidates, code_work, effort, partial_sums
-from tilewise.solvers.depthwise._gpu import Tile, axes_of, launches
+from tilewise.solvers.depthwise._gpu import Tile, axes_of, launches, pack_filter
 
 __all__ = ["Depthwise"]
 
@@ -34,16 +35,20 @@ class Depthwise(ConvSolver):
 
     A line of the input is read once for all the sums of a tile that it belongs to: the register blocking of direct
     convolutions (Georganas et al. 2018, section II), with a thread in place of a core and channels or space along its
-    lanes, whichever memory is contiguous in. Sums are in fp32, whatever the precision. Memory goes to filters with
-    channels innermost, and to the partial sums of filter gradients: ``splits`` shares of the tiles, summed in a fixed
-    order.
+    lanes, whichever memory is contiguous in. Sums are in fp32, whatever the precision. Bias, residual and activation
+    follow before they are rounded. Memory goes to filters with channels innermost, which are kept where they are
+    constant, and to the partial sums of filter gradients: ``splits`` shares of the tiles, summed in a fixed order.
 
     On a CPU lanes are groups: a tile of the source lies in a core's cache with its rim, ``tile`` bounds results (or in
     a filter gradient outputs), ``threads`` threads share all tiles, ``team`` says whether they are torch's, and
-    ``shares`` of the tiles are summed one by one to a filter's gradient.
+    ``shares`` of the tiles are summed one by one to a filter's gradient. What follows the sums is left to a pass behind
+    it there, and filters are not kept.
     """
 
-    name, version = "depthwise", 1
+    name, version = "depthwise", 2
+    adds_bias = True
+    adds_residual = True
+    activations = frozenset(CONV_ACTIVATIONS)
     compiles = True
     accumulates = True
     most_configs = 4
@@ -79,6 +84,18 @@ class Depthwise(ConvSolver):
         """Whether ``p`` is for a CPU."""
         return p.device_type == "cpu"
 
+    def does_add_bias(self, p: ConvProblem, c: Config) -> bool:
+        """On a GPU alone."""
+        return not self.on_cpu(p)
+
+    def does_add_residual(self, p: ConvProblem, c: Config) -> bool:
+        """On a GPU alone."""
+        return not self.on_cpu(p) and super().does_add_residual(p, c)
+
+    def does_activate(self, p: ConvProblem, c: Config) -> bool:
+        """On a GPU alone."""
+        return not self.on_cpu(p) and super().does_activate(p, c)
+
     def configs(self, p: ConvProblem) -> Iterable[Config]:
         """Tiles of the least effort for the length of their code.
 
@@ -96,13 +113,26 @@ class Depthwise(ConvSolver):
         return [_config(p, tile) for tile in sorted(chosen, key=lambda tile: effort(p, tile))]
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
-        """Bytes of the filter with channels innermost, or of a weight gradient's partial sums."""
+        """Bytes of the filter with channels innermost unless it is kept, or of a weight gradient's partial sums."""
         if self.on_cpu(p):
             return cpu.workspace(p, c)
-        size = 4 * p.out_channels * p.taps
         if p.pass_ is Pass.WGRAD:
-            return integer(c, "splits") * size
-        return size if _tile(c).channels > 1 else 0
+            return integer(c, "splits") * _filter_bytes(p)
+        return _filter_bytes(p) if _tile(c).channels > 1 and not p.constant_weight else 0
+
+    def constant(self, p: ConvProblem, c: Config) -> int:
+        """Bytes of a constant filter with channels innermost, where lanes lie along channels of a GPU."""
+        keeps = p.constant_weight and not self.on_cpu(p) and _tile(c).channels > 1
+        return _filter_bytes(p) if keeps else 0
+
+    def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
+        """What puts channels of filters innermost. Raises ``SolverUnavailable`` with Triton's reason."""
+        run = compiled(p, [pack_filter(p, weight)], weight.device)
+
+        def prepared(weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
+            run(weight, weight, kept, kept)  # from the second operand into what is the workspace elsewhere
+
+        return prepared
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """The direct method's arithmetic on plain fp32 units, at the share of instructions that are multiply-adds."""
@@ -110,7 +140,7 @@ class Depthwise(ConvSolver):
             return cpu.cost(p, c)
         tile = _tile(c)
         moved = p.bytes + 2 * self.workspace(p, c)
-        kernels = 1 if p.pass_ is not Pass.WGRAD and tile.channels == 1 else 2
+        kernels = 2 if self.workspace(p, c) else 1
         peak = PEAK[p.precision if p.dtype == "fp32" else "16-bit"]
         return Cost(p.flops, moved, kernels, efficiency=min(1.0, peak / effort(p, tile)))
 
@@ -122,6 +152,11 @@ class Depthwise(ConvSolver):
         if not _fits(p, c):
             raise SolverUnavailable(f"{c} is no config of {p.key}")
         return compiled(p, launches(p, _tile(c), integer(c, "splits", 1), a, b, out), a.device)
+
+
+def _filter_bytes(p: ConvProblem) -> int:
+    """Bytes of the filter in fp32."""
+    return 4 * p.out_channels * p.taps
 
 
 def _front(p: ConvProblem, ranked: list[Tile]) -> list[Tile]:
