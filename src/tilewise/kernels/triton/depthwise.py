@@ -219,7 +219,7 @@ def _finished(value, added, places, mask, BIAS: tl.constexpr, RESIDUAL: tl.const
         value += added
     if RESIDUAL:
         value += tl.load(places, mask=mask, other=0.0).to(tl.float32)
-    return activated(value, ACTIVATION, PARAMETERS[0], PARAMETERS[1])
+    return activated(value, ACTIVATION, PARAMETERS[0], PARAMETERS[1], places.dtype.element_ty.primitive_bitwidth)
 
 
 @triton.jit(do_not_specialize=["tiles", "channels"])

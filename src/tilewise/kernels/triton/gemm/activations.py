@@ -37,7 +37,7 @@ def _gelu_of_16_bits(x):
     power = tl.fma(power, size, -0.458464285)
     power = tl.fma(power, size, -1.15125107)
     power = tl.fma(power, size, -0.999995293)
-    return tl.fma(-size, tl.exp2(power), tl.where(x < 0, 0.0, x))
+    return tl.fma(-size, tl.exp2(power), tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
