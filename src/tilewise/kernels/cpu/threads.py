@@ -22,7 +22,7 @@ import torch
 from tilewise.kernels.cpu.recording import recorder
 from tilewise.machine.device import cpu_count
 
-__all__ = ["forked", "has_openmp", "openmp_address", "share_out"]
+__all__ = ["forked", "has_openmp", "openmp_addresses", "share_out"]
 
 WORKER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -50,10 +50,18 @@ def has_openmp() -> bool:
     return _parallel() is not None
 
 
-def openmp_address() -> int:
-    """The address of ``GOMP_parallel`` for native code; 0 where torch's own threads cannot be reached."""
-    parallel = _parallel()
-    return 0 if parallel is None else ctypes.cast(parallel, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+def openmp_addresses() -> tuple[int, int]:
+    """The addresses of ``GOMP_parallel`` and ``omp_get_num_threads`` for native code.
+
+    They are 0 where torch's own threads cannot be reached.
+    """
+    library = _library()
+    if library is None:
+        return 0, 0
+    first, second = (
+        ctypes.cast(f, ctypes.c_void_p).value for f in (library.GOMP_parallel, library.omp_get_num_threads)
+    )
+    return first or 0, second or 0
 
 
 def forked() -> bool:
@@ -63,15 +71,24 @@ def forked() -> bool:
 
 @functools.cache
 def _parallel() -> Callable[[int, int, int, int], None] | None:
-    """``GOMP_parallel`` of the library that comes with torch, if any; torch may not use another library."""
+    """``GOMP_parallel`` of torch's OpenMP, if it can be reached."""
+    library = _library()
+    if library is None:
+        return None
+    parallel: Any = library.GOMP_parallel
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    return parallel
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """GCC's OpenMP where it comes with torch, which may not use another library."""
     if torch.backends.openmp.is_available() and not _forked:
         for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
-            function: Any = getattr(ctypes.CDLL(str(path)), "GOMP_parallel", None)
-            if function is not None:
-                function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-                function.restype = None
-                parallel: Callable[[int, int, int, int], None] = function
-                return parallel
+            library = ctypes.CDLL(str(path))
+            if hasattr(library, "GOMP_parallel"):
+                return library
     return None
 
 
@@ -98,6 +115,7 @@ def _after_fork() -> None:
     """Forget threads in a forked process: it has none of its parent's, and OpenMP's library cannot start new ones."""
     global _forked
     _forked = True
+    _library.cache_clear()
     _parallel.cache_clear()
     _helpers.cache_clear()
 

@@ -96,21 +96,23 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   HANDLE_TH_ERRORS
   PyObject *values, *code, *inputs, *outputs, *notes;
   long long arena_bytes, kept;
-  unsigned long long parallel;
+  unsigned long long parallel, team_size;
   if ((kwargs && PyDict_GET_SIZE(kwargs)) ||
-      !PyArg_ParseTuple(args, "O!O!O!O!O!LLK", &PyTuple_Type, &values, &PyTuple_Type, &code, &PyTuple_Type, &inputs, &PyTuple_Type, &outputs, &PyTuple_Type, &notes, &arena_bytes, &kept, &parallel))
+      !PyArg_ParseTuple(args, "O!O!O!O!O!LLKK", &PyTuple_Type, &values, &PyTuple_Type, &code, &PyTuple_Type, &inputs, &PyTuple_Type, &outputs, &PyTuple_Type, &notes, &arena_bytes, &kept, &parallel, &team_size))
     return nullptr;
   auto list = std::make_unique<List>();
   list->arena_bytes = arena_bytes;
   list->kept = static_cast<size_t>(kept);
-  list->parallel = reinterpret_cast<Parallel>(parallel);
-  TORCH_CHECK_VALUE(PyTuple_GET_SIZE(notes) == PyTuple_GET_SIZE(code) && list->parallel && arena_bytes >= 0 && kept >= 0, "a note for each step, and the address of OpenMP's function, would do");
+  list->openmp = {reinterpret_cast<Parallel>(parallel), reinterpret_cast<TeamSize>(team_size)};
+  TORCH_CHECK_VALUE(PyTuple_GET_SIZE(notes) == PyTuple_GET_SIZE(code) && list->openmp.parallel && list->openmp.size && arena_bytes >= 0 && kept >= 0, "a note for each step, and the addresses of OpenMP's functions, would do");
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(values); i++)
     list->values.push_back(value_of(PyTuple_GET_ITEM(values, i), static_cast<size_t>(i), list->values));
+  size_t words = 0; // of the launches that follow each other
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(code); i++) {
     list->code.push_back(code_of(PyTuple_GET_ITEM(code, i), list->values.size()));
-    if (const LaunchStep* launch = std::get_if<LaunchStep>(&list->code.back().step))
-      list->most_words = std::max(list->most_words, launch->words.size());
+    const LaunchStep* launch = std::get_if<LaunchStep>(&list->code.back().step);
+    words = launch ? words + launch->words.size() : 0;
+    list->most_words = std::max(list->most_words, words);
     const char* note = PyUnicode_AsUTF8(PyTuple_GET_ITEM(notes, i));
     if (!note)
       return nullptr;
@@ -169,7 +171,7 @@ PyMethodDef methods[] = {
 PyTypeObject NativeProgramType = [] {
   PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
   type.tp_name = "program_call.NativeProgram";
-  type.tp_doc = "NativeProgram(values, code, inputs, outputs, notes, arena_bytes, kept, parallel): a list of steps, called on its inputs.";
+  type.tp_doc = "NativeProgram(values, code, inputs, outputs, notes, arena_bytes, kept, parallel, team_size): a list of steps, called on its inputs.";
   type.tp_basicsize = sizeof(NativeProgram);
   type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL;
   type.tp_vectorcall_offset = offsetof(NativeProgram, vectorcall);

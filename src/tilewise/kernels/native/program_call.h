@@ -2,14 +2,13 @@
 
 #pragma once
 
-#include "step_launches.h"
 #include "step_operators.h"
+#include "step_team.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <chrono>
 #include <variant>
 
 namespace {
@@ -34,7 +33,7 @@ struct List {
   std::vector<std::string> notes; // what is said of an error, one for each step
   int64_t arena_bytes = 0;
   size_t kept = 0, most_words = 0;
-  Parallel parallel = nullptr;
+  OpenMP openmp;
   std::vector<std::unique_ptr<Frame>> frames; // of calls that are over; used with the interpreter's lock
 };
 
@@ -131,31 +130,56 @@ void run_python(const List& list, Frame& frame, const Code& code, PythonStep& st
   put_returned(list, frame, code.output, THPVariable_Unpack(found.get()));
 }
 
-using Clock = std::chrono::steady_clock;
+// Run the launches from `first` on that follow each other, those that have begun before `until`. Returns the step behind.
+size_t run_launches(const List& list, Frame& frame, size_t first, Clock::time_point until, Times* times) {
+  const int most = at::get_num_threads();
+  std::vector<Ready> ready;
+  int64_t* words = frame.words.data();
+  bool divided = false;
+  for (size_t at = first; at < list.code.size(); at++) {
+    const LaunchStep* launch = std::get_if<LaunchStep>(&list.code[at].step);
+    if (!launch)
+      break;
+    ready.push_back({launch->worker, words, launch->put(frame, words, most)});
+    divided = divided || ready.back().divided;
+    words += launch->words.size();
+  }
+  if (divided) // by all of torch's threads: a smaller team would make OpenMP end those that are not in it
+    return first + Team::run(ready, list.openmp, until, times);
+  for (const Ready& launch : ready) {
+    launch.worker(launch.words);
+    if (times)
+      times->push_back(Clock::now());
+  }
+  return first + ready.size();
+}
 
 // Run all steps. `at` is the step in progress. When the first began and each ended is added to `times`, if there are any.
-void run_steps(List& list, Frame& frame, size_t* at, std::vector<Clock::time_point>* times) {
+void run_steps(List& list, Frame& frame, size_t* at, Times* times) {
   constexpr std::chrono::milliseconds patience(50); // before it is asked whether the user has interrupted
   Interpreter interpreter;
   Clock::time_point asked = Clock::now();
   if (times)
     times->push_back(asked);
-  for (*at = 0; *at < list.code.size(); ++*at) {
+  for (*at = 0; *at < list.code.size();) {
     Code& code = list.code[*at];
-    if (const LaunchStep* launch = std::get_if<LaunchStep>(&code.step)) {
+    const size_t told = times ? times->size() : 0;
+    if (std::holds_alternative<LaunchStep>(code.step)) {
       interpreter.leave();
-      launch->run(frame, list.parallel);
+      *at = run_launches(list, frame, *at, asked + patience, times);
     } else if (const OperatorStep* step = std::get_if<OperatorStep>(&code.step)) {
       interpreter.leave();
       Tensor found = step->call(frame, code.is_new);
       if (code.is_new)
         put_returned(list, frame, code.output, std::move(found));
+      ++*at;
     } else {
       interpreter.enter();
       run_python(list, frame, code, std::get<PythonStep>(code.step));
+      ++*at;
     }
     const Clock::time_point now = Clock::now();
-    if (times)
+    if (times && times->size() == told)
       times->push_back(now);
     if (now - asked > patience) {
       interpreter.enter();
@@ -203,7 +227,7 @@ bool fits(const List& list, PyObject* const* arguments, Py_ssize_t count) {
   return true;
 }
 
-PyObject* run_call(List& list, PyObject* const* arguments, Py_ssize_t count, size_t* at, std::vector<Clock::time_point>* times) {
+PyObject* run_call(List& list, PyObject* const* arguments, Py_ssize_t count, size_t* at, Times* times) {
   HANDLE_TH_ERRORS
   if (!fits(list, arguments, count))
     Py_RETURN_NOTIMPLEMENTED;
@@ -233,7 +257,7 @@ void add_note(const std::string& note) {
   PyErr_Restore(type, value, trace);
 }
 
-PyObject* noted_call(List& list, PyObject* const* arguments, Py_ssize_t count, std::vector<Clock::time_point>* times) {
+PyObject* noted_call(List& list, PyObject* const* arguments, Py_ssize_t count, Times* times) {
   size_t at = list.code.size();
   PyObject* found = run_call(list, arguments, count, &at, times);
   if (!found && at < list.code.size())
@@ -249,7 +273,7 @@ PyObject* program_call(PyObject* object, PyObject* const* arguments, size_t flag
 
 // What each step takes in nanoseconds; NotImplemented where a call would return that.
 PyObject* program_times(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
-  std::vector<Clock::time_point> times;
+  Times times;
   THPObjectPtr found(noted_call(*reinterpret_cast<NativeProgram*>(object)->list, arguments, count, &times));
   if (!found || found.get() == Py_NotImplemented)
     return found.release();

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.threads import forked, openmp_address
+from tilewise.kernels.cpu.threads import forked, openmp_addresses
 from tilewise.kernels.native.building import VARIABLE, switched_on
 from tilewise.kernels.native.extension import Extension, Loading
 
@@ -22,14 +22,15 @@ __all__ = ["EXTENSION", "loading", "unchanged", "usual_call", "why_never"]
 EXTENSION = Extension(
     "program_call",
     "program_call.cpp",
-    ("program_call.h", "step_launches.h", "step_operators.h", "step_values.h", "unchanged.h", "usual_call.h"),
+    ("program_call.h", "step_launches.h", "step_operators.h", "step_team.h", "step_values.h", "unchanged.h",
+     "usual_call.h"),
     flags=("-std=c++20", "-O1", "-shared", "-fPIC"),
     language="C++",
     variable="CXX",
     compilers=("c++", "g++", "clang++"),
     longest_s=300.0,
     uses_torch=True,
-)
+)  # fmt: skip
 
 
 def why_never() -> str:
@@ -40,7 +41,9 @@ def why_never() -> str:
         return f"{VARIABLE} is 0"
     if forked():
         return "a forked process has none of OpenMP's threads"
-    return "" if openmp_address() else "torch's own threads cannot be reached: a torch with GCC's OpenMP would do"
+    return (
+        "" if all(openmp_addresses()) else "torch's own threads cannot be reached: a torch with GCC's OpenMP would do"
+    )
 
 
 def unchanged(tensors: Sequence[Tensor], dicts: Sequence[dict[str, Any]]) -> Any:

@@ -25,18 +25,14 @@ struct LaunchStep {
   std::vector<AddressWord> addresses;
   int threads;
 
-  // The worker's threads divide the work by counters in the words, so each run needs a copy of them.
-  void run(Frame& frame, Parallel parallel) const {
-    int64_t* data = frame.words.data();
+  // Write the words of one run, and return whether several of `most` threads divide the work. They do so by counters in
+  // the words, so each run needs a copy of them.
+  bool put(const Frame& frame, int64_t* data, int most) const {
     std::memcpy(data, words.data(), words.size() * sizeof(int64_t));
     for (const AddressWord& a : addresses)
       data[a.word] = (a.value < 0 ? reinterpret_cast<int64_t>(data) : reinterpret_cast<int64_t>(frame.address(a.value))) + a.offset;
-    const int most = at::get_num_threads(), count = std::min(threads, most);
-    data[1] = count;
-    if (count < 2)
-      worker(data);
-    else // a smaller team than torch's would make OpenMP end the threads that are not in it
-      parallel(worker, data, static_cast<unsigned>(most), 0);
+    data[1] = std::min(threads, most);
+    return data[1] > 1;
   }
 };
 

@@ -73,7 +73,7 @@ Tensor shown(const Tensor& base, int64_t offset, at::ScalarType dtype, const Int
 struct Frame {
   Tensor arena;
   std::vector<Tensor> values;
-  std::vector<int64_t> words; // of the launch that runs
+  std::vector<int64_t> words; // of the launches that run
   const std::vector<Value>* of;
 
   Frame(const std::vector<Value>& described, int64_t arena_bytes, size_t most_words) : values(described.size()), words(most_words), of(&described) {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.execute.recorded import Called, Launch, NotRecorded, Recorded, Shown, recorded
-from tilewise.kernels.cpu.threads import openmp_address
+from tilewise.kernels.cpu.threads import openmp_addresses
 from tilewise.kernels.native.programs import loading
 from tilewise.nn.programs.arena import Use, lives_of, packed
 from tilewise.nn.programs.pixels import KernelCall
@@ -156,7 +156,8 @@ def _made(program: Any, made: _List, in_python: dict[int, str] | None = None) ->
     assert module is not None
     call = module.NativeProgram(
         tuple(value.told() for value in made.values), tuple(made.code), program.inputs, program.outputs,
-        tuple(program.note(number) for number in made.of_step), total, program.kept_arenas, openmp_address(),
+        tuple(program.note(number) for number in made.of_step), total, program.kept_arenas,
+        *openmp_addresses(),
     )  # fmt: skip
     return Native(call, total, in_python or {}, made.held, constants, made.of_step)
 
