@@ -27,6 +27,7 @@ from tilewise.solvers.common.cpu_run import (
     with_teams,
 )
 from tilewise.solvers.common.tiles import integer
+from tilewise.solvers.products import _interleaved
 
 __all__ = ["Division", "Pixels", "division", "forms", "in_panels", "reads_planes"]
 
@@ -40,6 +41,8 @@ IMAGE = 1 << 18
 """Most bytes of the image that a unit reads, so that they stay in a core's cache beside a panel."""
 PANEL = 1 << 20
 """Bytes of a panel from which on it stays in no cache of one core."""
+FAR = 1 << 20
+"""Bytes of results from which on they are no longer in a core's cache when they are written again."""
 ENTRY = 2
 """Time to write an entry of a table, in products of vectors."""
 BEGIN = 12
@@ -50,7 +53,8 @@ BEGIN = 12
 class Division(Panels):
     """How the work is divided: ``rows`` pixels and ``vectors`` vectors in a tile, ``parts`` of pixels and of panels.
 
-    With ``lines`` above 0 a unit has so many rows of results, and copies what they read.
+    With ``lines`` above 0 a unit has so many rows of results, and copies what they read. With ``interleaved`` above 1
+    so many neighbouring groups are computed side by side and count as one group; the last ones may be fewer.
     """
 
     p: ConvProblem
@@ -60,6 +64,7 @@ class Division(Panels):
     parts: int
     panel_parts: int
     lines: int
+    interleaved: int = 1
 
     @property
     def axes(self) -> tuple[Axis, Axis, Axis]:
@@ -69,19 +74,24 @@ class Division(Panels):
         return depth, height, width
 
     @property
+    def groups(self) -> int:
+        """Groups that are computed one by one."""
+        return -(-self.p.groups // self.interleaved)
+
+    @property
     def channels(self) -> int:
-        """Input channels of a group."""
-        return self.p.in_channels // self.p.groups
+        """Input channels of a group, or of those side by side."""
+        return self.p.in_channels // self.p.groups * self.interleaved
 
     @property
     def outputs(self) -> int:
-        """Output channels of a group."""
-        return self.p.out_channels // self.p.groups
+        """Output channels of a group, or of those side by side."""
+        return self.p.out_channels // self.p.groups * self.interleaved
 
     @property
     def depth(self) -> int:
         """Products in each sum."""
-        return self.channels * self.p.taps
+        return self.channels // self.interleaved * self.p.taps
 
     @property
     def pixels(self) -> int:
@@ -106,7 +116,7 @@ class Division(Panels):
     @property
     def units(self) -> int:
         """Units of work."""
-        return self.parts * self.panel_parts * self.p.groups
+        return self.parts * self.panel_parts * self.groups
 
     @property
     def table_taps(self) -> int:
@@ -151,6 +161,16 @@ class Division(Panels):
         """Bytes of a group's filters in panels."""
         return self.depth * self.chunks * self.lanes * NUMBER
 
+    @property
+    def filter_bytes(self) -> int:
+        """Bytes of all filters in panels."""
+        return self.groups * self.group_bytes
+
+    @property
+    def far(self) -> bool:
+        """Whether the memory of results is in no near cache, or pieces of it are."""
+        return self.interleaved > 1 or self.p.nbytes("y") >= FAR
+
     def time(self, threads: int) -> float:
         """Estimated time, in products of two vectors."""
         panels, tiles = -(-self.panels // self.panel_parts), self.unit_tiles
@@ -166,19 +186,27 @@ class Division(Panels):
     @property
     def image(self) -> int:
         """Bytes of the image that a unit reads."""
-        return self.p.nbytes("x") // self.p.groups // self.parts
+        return self.p.nbytes("x") // self.groups // self.parts
 
 
 def division(p: ConvProblem, c: Config) -> Division:
     """The division of a config. Raises ``KeyError`` or ``ValueError`` for what is no config of ``p``."""
     names = "lanes", "vectors", "rows", "parts", "panel_parts"
     lanes, vectors, rows, parts, panel_parts = (integer(c, name) for name in names)
-    if lanes not in SHAPES or vectors not in SHAPES[lanes] or rows > SHAPES[lanes][vectors]:
-        raise ValueError(f"lanes={lanes}, vectors={vectors}, rows={rows}: up to {SHAPES} would do")
+    interleaved = integer(c, "interleaved", 1)
+    shapes = _interleaved.ROWS if interleaved > 1 else SHAPES
+    if lanes not in shapes or vectors not in shapes[lanes] or rows > shapes[lanes][vectors]:
+        raise ValueError(f"lanes={lanes}, vectors={vectors}, rows={rows}: up to {shapes} would do")
     integer(c, "threads")
     lines = integer(c, "lines", 0) if "lines" in c else 0
-    divided = Division(p, lanes, vectors, rows, parts, panel_parts, lines)
-    if lines and (not _few(p) or lines > divided.axes[1].out or parts != _parts_of_lines(divided)):
+    divided = Division(p, lanes, vectors, rows, parts, panel_parts, lines, interleaved)
+    if interleaved > 1:
+        if reason := _interleaved.why_not(p, lanes, interleaved):
+            raise ValueError(f"interleaved={interleaved}: {reason}")
+        if not lines or divided.chunks != vectors:
+            raise ValueError(f"lines={lines}, vectors={vectors}: some lines and vectors={divided.chunks} would do")
+    allowed = interleaved > 1 or _few(p)
+    if lines and (not allowed or lines > divided.axes[1].out or parts != _parts_of_lines(divided)):
         raise ValueError(f"lines={lines}, parts={parts}: no lines, or parts that fit them, would do")
     if panel_parts > divided.panels or (not lines and parts > divided.tiles):
         raise ValueError(f"parts={parts}, panel_parts={panel_parts}: no more than tiles and panels would do")
@@ -201,37 +229,55 @@ def reads_planes(p: ConvProblem) -> bool:
 
 
 def forms(p: ConvProblem) -> Iterable[Config]:
-    """For each number of vectors the config that should be fastest, in the order in which they should be."""
+    """For each number of vectors the config that should be fastest, in the order in which they should be.
+
+    The same for each number of groups that may be side by side.
+    """
     lanes, threads = vector_lanes(), torch.get_num_threads()
-    rated = []
+    offered = []
     for vectors, most in SHAPES[lanes].items():
         chunks = -(-p.out_channels // p.groups // lanes)
         panels = -(-chunks // vectors)
         if -(-chunks // panels) != vectors:
             continue  # as many panels of fewer vectors are another form
-        best = min(_divisions(p, lanes, vectors, most, threads), key=lambda divided: divided.time(threads))
-        rated.append((best.time(threads), best))
-    for _, best in sorted(rated, key=lambda entry: entry[0]):
-        base = Config(lanes=lanes, vectors=best.vectors, rows=best.rows, parts=best.parts,
-                      panel_parts=best.panel_parts, threads=threads)  # fmt: skip
-        yield from with_teams(Config(**base, lines=best.lines) if best.lines else base)
+        whole = Division(p, lanes, vectors, most, 1, 1, 0)
+        offered.append(_by_lines(whole, threads) if _few(p) else _by_pixels(whole, threads))
+    for count, vectors in _interleaved.counts(p, lanes).items():
+        whole = Division(p, lanes, vectors, _interleaved.ROWS[lanes][vectors], 1, 1, 0, count)
+        offered.append(_by_lines(whole, threads))
+
+    def time(divided: Division) -> float:
+        return divided.time(threads)
+
+    for best in sorted((min(made, key=time) for made in offered), key=time):
+        c = {"lanes": lanes, "vectors": best.vectors, "rows": best.rows, "parts": best.parts,
+             "panel_parts": best.panel_parts, "threads": threads}  # fmt: skip
+        if best.lines:
+            c["lines"] = best.lines
+        if best.interleaved > 1:
+            c["interleaved"] = best.interleaved
+        yield from with_teams(Config(**c))
 
 
-def _divisions(p: ConvProblem, lanes: int, vectors: int, most: int, threads: int) -> Iterable[Division]:
-    """Divisions worth comparing: the fewest parts whose images and tables stay in cache, up to many small ones."""
-    whole = Division(p, lanes, vectors, most, 1, 1, 0)
-    if _few(p):
-        height = whole.axes[1].out
-        for count in range(1, height + 1):
-            lines = -(-height // count)
-            divided = replace(whole, lines=lines)
-            divided = replace(divided, parts=_parts_of_lines(divided), rows=even(lines * whole.axes[2].out, most))
-            if lines == 1 or (divided.strip <= IMAGE and divided.places()["biases"] <= TABLES):
-                yield divided
-            if divided.parts >= 16 * threads and divided.strip <= IMAGE:
-                return
-        return
-    whole = replace(whole, rows=even(whole.pixels, most))
+def _by_lines(whole: Division, threads: int) -> Iterable[Division]:
+    """Divisions worth comparing of images whose rows are copied: few units with small strips, up to many.
+
+    ``whole`` has the most pixels in a tile.
+    """
+    height, width = (axis.out for axis in whole.axes[1:])
+    for count in range(1, height + 1):
+        lines = -(-height // count)
+        divided = replace(whole, lines=lines)
+        divided = replace(divided, parts=_parts_of_lines(divided), rows=even(lines * width, whole.rows))
+        if lines == 1 or (divided.strip <= IMAGE and divided.places()["biases"] <= TABLES):
+            yield divided
+        if divided.parts >= 16 * threads and divided.strip <= IMAGE:
+            return
+
+
+def _by_pixels(whole: Division, threads: int) -> Iterable[Division]:
+    """Divisions worth comparing of other images: the fewest parts whose images and tables stay in cache, up to many."""
+    whole = replace(whole, rows=even(whole.pixels, whole.rows))
     tables = whole.tiles * whole.rows * PLACE * (whole.table_taps + 2)
     least = min(whole.tiles, max(-(-tables // TABLES), -(-whole.image // IMAGE)))
     steps = sorted({min(whole.tiles, least + extra) for extra in (*range(4 * threads), 6 * threads, 8 * threads)})
@@ -246,27 +292,24 @@ class Pixels:
 
     def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
         """``apart`` holds the byte strides of x and y. Raises ``SolverUnavailable`` with Numba's reason."""
-        from tilewise.kernels.cpu.channels_last.compiling import load_indirect
-
         divided = self._divided = division(p, c)
         self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
         self._own_filters = not p.constant_weight
         self._added = [HEADER + INDIRECT[name] for name in ("bias", "residual") if getattr(p, name)]
         self._zeros = np.zeros(max(divided.channels, divided.width), dtype=np.float32)
-        with numba_reasons():
-            self._kernel, *tiles = load_indirect(
-                divided.lanes, divided.rows, (divided.vectors, divided.last), p.activation
-            )
+        self._kernel, *functions = _kernels(divided)
         places = divided.places()
         numbers = {
-            "channels": divided.channels, "outputs": divided.outputs, "groups": p.groups, "planes": divided.planes,
-            "parts": divided.parts, "panel_parts": divided.panel_parts, "panels": divided.panels,
-            "tiles": divided.tiles, "pixels": divided.pixels, "rows": divided.rows, "width": divided.width,
-            "zeros": self._zeros.ctypes.data, "panel_bytes": divided.panel_bytes, "group_bytes": divided.group_bytes,
+            "channels": divided.channels, "outputs": divided.outputs, "groups": divided.groups,
+            "planes": divided.planes, "parts": divided.parts, "panel_parts": divided.panel_parts,
+            "panels": divided.panels, "tiles": divided.tiles, "pixels": divided.pixels, "rows": divided.rows,
+            "width": divided.width, "zeros": self._zeros.ctypes.data, "panel_bytes": divided.panel_bytes,
+            "group_bytes": divided.group_bytes,
             "table": places["table"], "strip": places["strip"] if divided.lines else 0, "dummy": places["dummy"],
             "biases": places["biases"], "strip_line": divided.line, "lines": divided.lines,
-            "kernels": tiles[0], "last_kernel": tiles[1],
-            "apart": 0 if innermost(p, "x") else apart["x"][1],
+            "kernels": functions[0], "last_kernel": functions[1], "interleave": functions[2],
+            "interleaved": divided.interleaved if divided.interleaved > 1 else 0, "all_channels": p.in_channels,
+            "all_outputs": p.out_channels, "apart": 0 if innermost(p, "x") else apart["x"][1],
         }  # fmt: skip
         told = {INDIRECT[name]: value for name, value in numbers.items()}
         for name, field in (("sizes", "size"), ("outs", "out"), ("kernel", "kernel"), ("stride", "stride"),
@@ -304,14 +347,33 @@ class Pixels:
         return out
 
 
+def _kernels(divided: Division) -> tuple[int, int, int, int]:
+    """The addresses of the worker, of its tiles for all panels but the last and for that one, and of what interleaves.
+
+    Raises ``SolverUnavailable`` with Numba's reason.
+    """
+    from tilewise.kernels.cpu.channels_last.compiling import load_grouped, load_indirect
+
+    p, lanes, rows, vectors = divided.p, divided.lanes, divided.rows, divided.vectors
+    with numba_reasons():
+        if divided.interleaved == 1:
+            return *load_indirect(lanes, rows, (vectors, divided.last), p.activation, divided.far), 0
+        sizes = p.in_channels // p.groups, p.out_channels // p.groups
+        worker, tile, interleave = load_grouped(lanes, rows, vectors, p.activation, divided.interleaved, sizes)
+        return worker, tile, tile, interleave
+
+
 def in_panels(divided: Division, weight: torch.Tensor, kept: torch.Tensor) -> None:
     """Write a filter to ``kept`` in the order in which tiles read it: group, panel, tap, channel, output channel.
 
     ``kept`` is of uint8. Output channels that fill up a group's last panel are zeros.
     """
-    p, size = divided.p, divided.group_bytes * divided.p.groups
-    flat = kept[:size].view(torch.float32)
+    p = divided.p
+    flat = kept[: divided.filter_bytes].view(torch.float32)
     flat.zero_()
+    if divided.interleaved > 1:
+        _interleaved.in_lanes(p, divided.interleaved, divided.width, weight, flat)
+        return
     group, depth = divided.group_bytes // NUMBER, divided.depth
     taps = [axis.kernel for axis in p.axes]
     whole = divided.outputs // divided.width

@@ -56,12 +56,12 @@ class Indirect(ConvSolver):
     def workspace(self, p: ConvProblem, c: Config) -> int:
         """Bytes of every thread's tables and copied rows, and of filters that are not kept."""
         divided = division(p, c)
-        filters = 0 if p.constant_weight else p.groups * divided.group_bytes
+        filters = 0 if p.constant_weight else divided.filter_bytes
         return integer(c, "threads") * divided.places()["size"] + filters
 
     def constant(self, p: ConvProblem, c: Config) -> int:
         """Bytes of constant filters in panels."""
-        return p.groups * division(p, c).group_bytes if p.constant_weight else 0
+        return division(p, c).filter_bytes if p.constant_weight else 0
 
     def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
         """What puts filters into panels."""
@@ -76,7 +76,7 @@ class Indirect(ConvSolver):
         """Products of whole tiles and panels."""
         divided = division(p, c)
         tiles = divided.tiles * (divided.parts if divided.lines else 1)
-        flops = 2 * p.groups * tiles * divided.rows * divided.chunks * divided.lanes * divided.depth
+        flops = 2 * divided.groups * tiles * divided.rows * divided.chunks * divided.lanes * divided.depth
         filters = 0 if p.constant_weight else 2 * p.nbytes("w")
         return Cost(flops, p.bytes + filters, 1 if p.constant_weight else 2, EFFICIENCY)
 

@@ -9,7 +9,8 @@ from tilewise.kernels.cpu.channels_last.told import word_of
 from tilewise.kernels.cpu.compiling import LOCK, Made, address_of, sandwiches_of, words_of
 
 __all__ = [
-    "load_depthwise_last", "load_indirect", "load_joined", "load_pixels", "load_separable", "load_winograd_last",
+    "load_depthwise_last", "load_grouped", "load_indirect", "load_joined", "load_pixels", "load_separable",
+    "load_winograd_last",
 ]  # fmt: skip
 
 
@@ -30,27 +31,57 @@ def _worker_last(lanes: int, name: str) -> int:
 
 
 @functools.cache
-def _tile(lanes: int, rows: int, vectors: int, activation: str) -> int:
+def _tile(
+    lanes: int, rows: int, vectors: int, activation: str, groups: int = 1, outputs: int = 0, far: bool = False
+) -> int:
     """The address of the products of a tile of pixels."""
 
     def make() -> Made:
         from tilewise.kernels.cpu.channels_last.tiles import WORDS, tile
 
-        return tile(lanes, rows, vectors, activation), WORDS
+        return tile(lanes, rows, vectors, activation, groups, outputs, far), WORDS
 
-    return address_of(words_of("tile", lanes, rows, vectors, word_of(activation)), make)
+    return address_of(words_of("tile", lanes, rows, vectors, word_of(activation), groups, outputs, int(far)), make)
+
+
+@functools.cache
+def _interleave(lanes: int, groups: int, channels: int) -> int:
+    """The address of what interleaves the channels of groups."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.channels_last.interleaving import WORDS, interleave
+
+        return interleave(lanes, groups, channels), WORDS
+
+    return address_of(words_of("interleave", lanes, groups, channels), make)
 
 
 @compiled_elsewhere
-def load_indirect(lanes: int, rows: int, vectors: tuple[int, int], activation: str) -> tuple[int, int, int]:
+def load_indirect(
+    lanes: int, rows: int, vectors: tuple[int, int], activation: str, far: bool = False
+) -> tuple[int, int, int]:
     """The addresses of the worker of indirect convolution and of its tiles, loaded as in :func:`load`.
 
     Tiles have ``rows`` pixels and as many vectors as are given, for all panels of the filter but the last, and for that
-    one. ``activation`` is what they apply as they write.
+    one. ``activation`` is what they apply as they write, ``far`` whether that is to memory that is in no near cache.
     """
     with LOCK:
-        whole, last = (_tile(lanes, rows, count, activation) for count in vectors)
+        whole, last = (_tile(lanes, rows, count, activation, far=far) for count in vectors)
         return _worker_last(lanes, "indirect"), whole, last
+
+
+@compiled_elsewhere
+def load_grouped(
+    lanes: int, rows: int, vectors: int, activation: str, groups: int, sizes: tuple[int, int]
+) -> tuple[int, int, int]:
+    """The addresses of the worker of indirect convolution, of its tile of several groups, and of what interleaves them.
+
+    ``groups`` groups are computed side by side, and each has the numbers of input and output channels in ``sizes``.
+    """
+    channels, outputs = sizes
+    with LOCK:
+        tile = _tile(lanes, rows, vectors, activation, groups, outputs, far=True)
+        return _worker_last(lanes, "indirect"), tile, _interleave(lanes, groups, channels)
 
 
 @functools.cache

@@ -8,6 +8,9 @@ that read zeros and are written to scratch.
 Where an image has few channels, a unit first copies the rows that it reads, padded. What a row of the filter meets of
 it is then one run of memory, which counts as one tap with more channels. Such an image may also lie channel by channel:
 the copy makes neighbours of a pixel's channels.
+
+Of layers whose groups have few outputs several groups are computed side by side, as one group of all their channels
+(:mod:`~tilewise.kernels.cpu.channels_last.interleaving`). The copy then lets their channels take turns.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ ADDED, RESIDUAL, BIAS, ZEROS = (OF[name] for name in ("added", "residual", "bias
 PANEL_BYTES, GROUP_BYTES, TABLE, STRIP = (OF[name] for name in ("panel_bytes", "group_bytes", "table", "strip"))
 DUMMY, BIASES, STRIP_LINE, LINES = (OF[name] for name in ("dummy", "biases", "strip_line", "lines"))
 KERNELS, LAST_KERNEL, APART = (OF[name] for name in ("kernels", "last_kernel", "apart"))
+GROUPS, INTERLEAVED, INTERLEAVE = (OF[name] for name in ("groups", "interleaved", "interleave"))
+ALL_CHANNELS, ALL_OUTPUTS = OF["all_channels"], OF["all_outputs"]
 
 
 @functools.cache
@@ -161,14 +166,14 @@ def _is_inside() -> Callable[..., bool]:
 
 @functools.cache
 def _strip(lanes: int) -> Callable[..., None]:
-    """Makes ``(v, x, first, count, strip)``, which copies the lines that ``count`` rows of results read, padded.
+    """Makes ``(v, x, group, first, count, strip)``, which copies the lines that ``count`` rows of results read, padded.
 
-    ``first`` is the first row of results, and ``x`` the plane that they read.
+    ``first`` is the first row of results, and ``x`` the plane of ``group`` that they read.
     """
-    copy, interleave = copied(lanes), interleaved(lanes)
+    copy, interleave, interleave_groups = copied(lanes), interleaved(lanes), pointer_call()
 
     @compiled(lanes)
-    def run(v, x, first, count, strip):
+    def run(v, x, group, first, count, strip):
         channels, length = v[CHANNELS], v[STRIP_LINE] // (v[CHANNELS] * NUMBER)
         ahead = max(0, min(v[BEFORE + 2], length))
         skipped = max(0, -v[BEFORE + 2])
@@ -183,6 +188,10 @@ def _strip(lanes: int) -> Callable[..., None]:
             copy(0, target, ahead * channels)
             if v[APART]:
                 interleave(source, v[APART], target + ahead * channels * NUMBER, channels, inside)
+            elif v[INTERLEAVED]:
+                valid = min(channels, v[ALL_CHANNELS] - group * channels)
+                begin = target + ahead * channels * NUMBER
+                interleave_groups(v[INTERLEAVE], source, v[X + 3], begin, inside, valid)
             elif v[X + 3] == channels * NUMBER:
                 copy(source, target + ahead * channels * NUMBER, inside * channels)
             else:
@@ -247,6 +256,8 @@ def panels(lanes: int) -> Callable[..., None]:
         others = outs + tiles * rows * PLACE if v[RESIDUAL] else 0
         for panel in range(first, last):
             valid = min(width, v[OUTPUTS] - panel * width)
+            if v[INTERLEAVED]:
+                valid = min(valid, v[ALL_OUTPUTS] - group * v[OUTPUTS])
             shift = (group * v[OUTPUTS] + panel * width) * NUMBER
             bias = v[ZEROS]
             if v[BIAS]:
@@ -276,6 +287,9 @@ def _unit(lanes: int) -> Callable[..., None]:
         part, rest = unit % v[PARTS], unit // v[PARTS]
         panel_part, group = rest % v[PANEL_PARTS], rest // v[PANEL_PARTS]
         first, last = panel_part * v[PANELS] // v[PANEL_PARTS], (panel_part + 1) * v[PANELS] // v[PANEL_PARTS]
+        if v[INTERLEAVED]:
+            # Channels of a pixel that are neighbours in memory are read one after the other.
+            group, part = unit % v[GROUPS], unit // v[GROUPS]
         x += group * v[CHANNELS] * NUMBER
         if v[STRIP]:
             # Parts are of one plane each.
@@ -287,9 +301,11 @@ def _unit(lanes: int) -> Callable[..., None]:
             pixels = (end - begin) * v[OUTS + 2]
             tiles = (pixels + v[ROWS] - 1) // v[ROWS]
             other = v[RESIDUAL] + n * v[ADDED] + d * v[ADDED + 1]
-            strip(v, source, begin, end - begin, scratch + v[STRIP])
+            strip(v, source, group, begin, end - begin, scratch + v[STRIP])
             strip_tables(v, y + n * v[Y] + d * v[Y + 1], other, scratch, begin, pixels, tiles)
             taps, depth = v[KERNEL + 1], v[KERNEL + 2] * v[CHANNELS]
+            if v[INTERLEAVED]:
+                depth //= v[INTERLEAVED]
             compute(v, w, scratch, group, first, last, taps, depth, tiles, taps * v[ROWS])
         else:
             begin, end = part * v[TILES] // v[PARTS], (part + 1) * v[TILES] // v[PARTS]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from tilewise.kernels.cpu.channels_last.finishing import stored
+from tilewise.kernels.cpu.channels_last.interleaving import apart, permuted, repeated, together
 from tilewise.kernels.cpu.channels_last.loops import (
     PLACE,
     advanced,
@@ -28,12 +29,16 @@ __all__ = ["WORDS", "tile", "written"]
 
 WORDS = 9
 """The number of integers that :func:`tile` takes."""
+LINE = 64
+"""Bytes of a line of a cache."""
 UNROLLED = 4
 """Channels that are multiplied in one pass of the inner loop."""
 
 
 @functools.cache
-def _tile(lanes: int, rows: int, vectors: int, activation: str) -> Callable[..., None]:
+def _tile(
+    lanes: int, rows: int, vectors: int, activation: str, groups: int, outputs: int, far: bool
+) -> Callable[..., None]:
     """Makes the instructions of :func:`tile`."""
     size = NUMBER * lanes
 
@@ -41,7 +46,11 @@ def _tile(lanes: int, rows: int, vectors: int, activation: str) -> Callable[...,
         pixels, taps, depth, filters, outs, others, shift, bias, valid = arguments
         b = code.builder
         first = [code.load(code.at(bias, j * size)) for j in range(vectors)]
+        if groups > 1:
+            first = permuted(code, first, together(groups, outputs))
         sums = [[variable(code, value) for value in first] for _ in range(rows)]
+        if far:
+            _prefetched(code, rows, vectors, outs, shift)
         table, weight = variable(code, pixels), variable(code, filters)
         whole = b.udiv(depth, constant(UNROLLED))
         rest = b.sub(depth, b.mul(whole, constant(UNROLLED)))
@@ -50,13 +59,34 @@ def _tile(lanes: int, rows: int, vectors: int, activation: str) -> Callable[...,
             place = variable(code, constant(0))
             for count, steps in ((whole, UNROLLED), (rest, 1)):
                 with looped(code, count):
-                    _steps(code, starts, b.load(place), b.load(weight), steps, sums)
-                    advanced(code, place, steps * NUMBER)
+                    _steps(code, starts, (b.load(place), b.load(weight)), steps, sums, groups)
+                    advanced(code, place, steps * groups * NUMBER)
                     advanced(code, weight, steps * vectors * size)
             advanced(code, table, rows * PLACE)
+        if groups > 1:
+            _by_groups(code, sums, groups, outputs)
         written(code, activation, sums, (outs, others, shift, valid))
 
     return intrinsic_of_any(lanes, emit)
+
+
+def _by_groups(code: Code, sums: list[list[ir.Value]], groups: int, outputs: int) -> None:
+    """Put sums of interleaved groups into the order of results."""
+    for line in sums:
+        values = permuted(code, [code.builder.load(total) for total in line], apart(groups, outputs))
+        for total, value in zip(line, values, strict=True):
+            code.builder.store(value, total)
+
+
+def _prefetched(code: Code, rows: int, vectors: int, outs: ir.Value, shift: ir.Value) -> None:
+    """Prefetch where results will be written.
+
+    Pieces of the channels of pixels lie too far apart for the processor to see which ones follow.
+    """
+    for i in range(rows):
+        place = code.builder.add(number(code, outs, i), shift)
+        for offset in range(0, vectors * code.lanes * NUMBER, LINE):
+            code.prefetch(code.at(place, offset))
 
 
 def written(
@@ -80,21 +110,29 @@ def written(
 
 
 def _steps(
-    code: Code, starts: list[ir.Value], place: ir.Value, weight: ir.Value, steps: int, sums: list[list[ir.Value]]
+    code: Code,
+    starts: list[ir.Value],
+    at: tuple[ir.Value, ir.Value],
+    steps: int,
+    sums: list[list[ir.Value]],
+    groups: int,
 ) -> None:
-    """Add the products of ``steps`` channels to the sums."""
+    """Add the products of ``steps`` channels to the sums. ``at`` says how far from ``starts``, and where in filters."""
     b, vectors, size = code.builder, len(sums[0]), NUMBER * code.lanes
+    place, weight = at
     places = [b.add(start, place) for start in starts]
     for k in range(steps):
         line = [code.load(code.at(weight, (k * vectors + j) * size)) for j in range(vectors)]
-        for i, at in enumerate(places):
-            factor = code.broadcast(code.at(at, k * NUMBER))
+        for i, pixel in enumerate(places):
+            factor = repeated(code, code.at(pixel, k * groups * NUMBER), groups)
             for j, value in enumerate(line):
                 total = b.load(sums[i][j])
                 b.store(b.call(code.fma, [factor, value, total]), sums[i][j])
 
 
-def tile(lanes: int, rows: int, vectors: int, activation: str) -> Callable[..., None]:
+def tile(
+    lanes: int, rows: int, vectors: int, activation: str, groups: int = 1, outputs: int = 0, far: bool = False
+) -> Callable[..., None]:
     """Makes ``(pixels, taps, depth, filters, outs, others, shift, bias, valid)``, a tile of results.
 
     It computes ``vectors`` vectors of channels for ``rows`` pixels. ``pixels`` is a table with the addresses of the
@@ -102,10 +140,15 @@ def tile(lanes: int, rows: int, vectors: int, activation: str) -> Callable[..., 
     on. ``filters`` has for each tap and channel a line of ``vectors`` vectors, ``bias`` has one such line. Result i is
     written ``shift`` bytes after the address that is number i of the table ``outs``. What is added to it lies as far
     after the address that is number i of ``others``, unless that is 0. Only the first ``valid`` channels are written.
+    With ``far`` results are written to memory that is in no near cache.
+
+    With ``groups`` above 1, a power of two, a tile has ``outputs`` channels of each of so many groups. The numbers of
+    the groups take turns in pixels and filters, as :func:`~tilewise.kernels.cpu.channels_last.interleaving.interleave`
+    writes them: ``depth`` is the number of channels of one group. Biases and results lie group by group.
     """
-    block = _tile(lanes, rows, vectors, activation)
+    block = _tile(lanes, rows, vectors, activation, groups, outputs, far)
 
     def run(pixels, taps, depth, filters, outs, others, shift, bias, valid):
         block(pixels, taps, depth, filters, outs, others, shift, bias, valid)
 
-    return named(run, lanes, rows, vectors, word_of(activation))
+    return named(run, lanes, rows, vectors, word_of(activation), groups, outputs, int(far))
