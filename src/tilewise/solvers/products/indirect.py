@@ -28,11 +28,12 @@ class Indirect(ConvSolver):
     and channels. Its pixels are found by a table of addresses, so that strides, dilation, padding and the ends of rows
     cost nothing, and a kernel of one tap is a matrix product. Pixels are divided into ``parts`` and panels into
     ``panel_parts``. With ``lines``, for images of few channels, a unit copies the rows that so many rows of results
-    read, and these images may be contiguous. Constant filters are kept in panels. At most ``threads`` threads are used;
-    ``team`` says whether they are torch's.
+    read, and these images may be contiguous. Groups whose outputs fill vectors badly are computed ``interleaved`` at a
+    time: their channels take turns in the lanes, which the copied rows already have in that order. Constant filters
+    are kept in panels. At most ``threads`` threads are used; ``team`` says whether they are torch's.
     """
 
-    name, version = "indirect", 2
+    name, version = "indirect", 3
     passes = frozenset({Pass.FPROP})
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
@@ -50,7 +51,7 @@ class Indirect(ConvSolver):
         return found
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
-        """The division that should be fastest, for each number of vectors."""
+        """The division that should be fastest, for each number of vectors and of groups side by side."""
         return forms(p)
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
