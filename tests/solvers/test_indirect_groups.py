@@ -22,6 +22,9 @@ SOLVER = Indirect()
 LANES = WIDEST.get(torch.backends.cpu.get_cpu_capability(), 4)
 BOUND = 1e-6
 LAST = ("channels_last", "contiguous", "channels_last")
+SLOW = pytest.mark.slow
+QUICK = 1, 2, 3, 4, 5, 8, 11, 16, 17, 24, 29, 32, 33
+"""Widths of groups that are tried every time."""
 PADDED = Axis(6, 3, 1, 1, 1, 1), Axis(7, 3, 1, 1, 1, 1)
 
 
@@ -54,7 +57,7 @@ def most_groups(lanes: int, outputs: int) -> int:
     return max(count for count in (1, 2, 4, 8, 16) if count <= lanes and count * outputs <= widest * lanes)
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 17, 21, 24, 29, 31, 32, 33])
+@pytest.mark.parametrize("width", [pytest.param(i, marks=() if i in QUICK else SLOW) for i in range(1, 34)])
 def test_groups_of_any_width(width: int) -> None:
     """As many groups as fit, of as many inputs and of other numbers of outputs, and one group left over."""
     outputs = width * 7 % 32 + 1
