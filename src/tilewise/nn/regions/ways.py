@@ -213,12 +213,11 @@ def _by_kernels(
 
 
 def _poolings(unit: Unit, times: Times, plans: Mapping[Problem, Sequence[Plan]]) -> Iterator[Way]:
-    """The ways of a pooling by the best plan of each layout, timed as torch's operator is."""
+    """The ways of a pooling by the best plan of ours in each layout, timed as torch's operator is."""
     for product in pooling_products(unit):
         problem = product.problem
-        for plan in plans.get(problem, ())[:1]:
-            if plan.solver == kind_of(problem).baseline:
-                continue
+        own = [plan for plan in plans.get(problem, ()) if plan.solver != kind_of(problem).baseline]
+        for plan in own[:1]:
             x, out = (times.example(*product.described(role), unit.value.dtype) for role in ("x", "y"))
             run = functools.partial(planned(execute.bind(plan, problem, x, out)), x, out)
             yield Way((product.reads,), product.gives, times.of((problem, plan), run), Planned(product, plan))

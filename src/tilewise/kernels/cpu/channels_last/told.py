@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
-    "INDIRECT", "JOINED", "JOINED_NUMBERS", "NUMBERS", "PIXELS", "SEPARABLE", "SEPARABLE_NUMBERS", "WINOGRAD",
-    "WINOGRAD_NUMBERS", "word_of",
+    "INDIRECT", "JOINED", "JOINED_NUMBERS", "NUMBERS", "PIXELS", "SEPARABLE", "SEPARABLE_NUMBERS", "SPLIT",
+    "SPLIT_NUMBERS", "WINOGRAD", "WINOGRAD_NUMBERS", "word_of",
 ]  # fmt: skip
 
 
@@ -57,6 +57,19 @@ SEPARABLE, SEPARABLE_NUMBERS = _places(
 
 The rows that the depthwise stage reads are ``line`` bytes long and ``kept_rows`` at a time; what it writes is
 ``middle_line`` bytes long. ``filters`` are the places of each stage's filters behind the address of all.
+"""
+
+SPLIT, SPLIT_NUMBERS = _places(
+    "channels", "blocks", "outputs", "panels", "panel_parts", "lines", "columns", "line_parts", "column_parts", "rows",
+    ("sizes", 2), ("outs", 2), ("kernel", 2), ("stride", 2), ("dilation", 2), ("before", 2), ("x", 3), ("y", 3),
+    "residual", "bias", "zeros", "panel_bytes", "apart", "strip", "table", "sums", "biases", "splits", "products",
+    "finishes", "dense",
+)  # fmt: skip
+"""Numbers of convolutions by tile registers. Sizes are of height and width.
+
+``x`` and ``y`` have the byte strides of images, lines and columns. A unit has so many ``lines`` and ``columns`` of
+results, and a tile ``rows`` pixels. Parts of numbers lie ``apart`` bytes from each other. ``dense`` says that pixels
+follow each other in the image, with channels in whole blocks.
 """
 
 PIXELS, _ = _places("channels", "count", "chunks", "parts", "image")

@@ -1,0 +1,168 @@
+"""Convolution by products of tile registers, of images whose channels lie innermost.
+
+A unit of work is a range of lines and columns of results, and a range of panels of 32 output channels. It writes the
+bf16 parts of all pixels that the range reads, padded. Then for each panel it takes two tiles of pixels at a time, whose
+sums stay in tile registers over all taps and channels, and finishes them while they are in the nearest cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from tilewise.kernels.cpu.channels_last.loops import PLACE, copied, put
+from tilewise.kernels.cpu.channels_last.tile_registers import DEPTH, HALF, LANES, TILE, configured, released
+from tilewise.kernels.cpu.channels_last.told import SPLIT as OF
+from tilewise.kernels.cpu.channels_last.units import over_units
+from tilewise.kernels.cpu.vectors import NUMBER, compiled, pointer_call
+
+__all__ = ["split_products"]
+
+CHANNELS, BLOCKS, OUTPUTS, PANELS = (OF[name] for name in ("channels", "blocks", "outputs", "panels"))
+PANEL_PARTS, LINES, COLUMNS = (OF[name] for name in ("panel_parts", "lines", "columns"))
+LINE_PARTS, COLUMN_PARTS, ROWS = (OF[name] for name in ("line_parts", "column_parts", "rows"))
+SIZES, OUTS, KERNEL, STRIDE = (OF[name] for name in ("sizes", "outs", "kernel", "stride"))
+DILATION, BEFORE, X, Y = (OF[name] for name in ("dilation", "before", "x", "y"))
+RESIDUAL, BIAS, ZEROS, PANEL_BYTES = (OF[name] for name in ("residual", "bias", "zeros", "panel_bytes"))
+APART, STRIP, TABLE, SUMS, BIASES = (OF[name] for name in ("apart", "strip", "table", "sums", "biases"))
+SPLITS, PRODUCTS, FINISHES, DENSE = (OF[name] for name in ("splits", "products", "finishes", "dense"))
+WIDE = 2 * LANES
+"""Output channels of a panel."""
+
+
+@functools.cache
+def _sizes() -> Callable[..., None]:
+    """Makes ``(scratch, rows)``, which sets the tile registers to ``rows`` pixels, and the filters' to 16 pairs."""
+    write, configure = put(), configured()
+
+    @compiled()
+    def run(scratch, rows):
+        for i in range(8):
+            write(scratch + i * PLACE, 0)
+        write(scratch, 1)
+        wide = LANES * NUMBER * (1 + (1 << 16) + (1 << 32) + (1 << 48))
+        write(scratch + 2 * PLACE, wide)
+        write(scratch + 3 * PLACE, wide)
+        both = rows * (1 + (1 << 8) + (1 << 16) + (1 << 24) + (1 << 32) + (1 << 40))
+        write(scratch + 6 * PLACE, both + LANES * ((1 << 48) + (1 << 56)))
+        configure(scratch)
+
+    return run
+
+
+@functools.cache
+def _strip(lanes: int) -> Callable[..., None]:
+    """Makes ``(v, x, scratch, line, lines, column, width)``, which splits what a range of results reads.
+
+    It reads ``lines`` lines from ``line`` on and ``width`` columns from ``column`` on, of which some may lie outside of
+    the image.
+    """
+    divide = pointer_call()
+
+    @compiled(lanes)
+    def run(v, x, scratch, line, lines, column, width):
+        pixel = v[BLOCKS] * DEPTH * HALF
+        for i in range(lines):
+            target = scratch + v[STRIP] + i * width * pixel
+            inside = 0 <= line + i < v[SIZES]
+            ahead = min(max(0, -column), width) if inside else width
+            there = max(0, min(v[SIZES + 1] - (column + ahead), width - ahead)) if inside else 0
+            source = x + (line + i) * v[X + 1] + (column + ahead) * v[X + 2]
+            # Zeros count as so many whole blocks.
+            divide(v[SPLITS], 0, target, ahead * v[BLOCKS] * DEPTH, v[APART], 0)
+            begin = target + ahead * pixel
+            if v[DENSE]:
+                divide(v[SPLITS], source, begin, there * v[CHANNELS], v[APART], 0)
+            else:
+                for k in range(there):
+                    divide(v[SPLITS], source + k * v[X + 2], begin + k * pixel, v[CHANNELS], v[APART], 0)
+            behind = width - ahead - there
+            divide(v[SPLITS], 0, begin + there * pixel, behind * v[BLOCKS] * DEPTH, v[APART], 0)
+
+    return run
+
+
+@functools.cache
+def _panel(lanes: int) -> Callable[..., None]:
+    """Makes ``(v, w, y, other, scratch, panel, lines, columns, width)``, which computes a panel of a range of results.
+
+    ``y`` and ``other`` are where the range begins in the result and in what is added.
+    """
+    multiply, complete, copy = pointer_call(), pointer_call(), copied(lanes)
+
+    @compiled(lanes)
+    def run(v, w, y, other, scratch, panel, lines, columns, width):
+        rows, pixel, taps = v[ROWS], v[BLOCKS] * DEPTH * HALF, v[KERNEL] * v[KERNEL + 1]
+        across = (columns + rows - 1) // rows
+        tiles, pitch = lines * across, v[STRIDE + 1] * pixel
+        valid, shift = min(WIDE, v[OUTPUTS] - panel * WIDE), panel * WIDE * NUMBER
+        bias = v[ZEROS]
+        if v[BIAS]:
+            bias = scratch + v[BIASES]
+            copy(0, bias, WIDE)
+            copy(v[BIAS] + shift, bias, valid)
+        filters, strip, sums = w + panel * v[PANEL_BYTES], scratch + v[STRIP], scratch + v[SUMS]
+        for tile in range(0, tiles, 2):
+            line, column = tile // across, tile % across * rows
+            last = min(tile + 1, tiles - 1)
+            next_line, next_column = last // across, last % across * rows
+            first = strip + (line * v[STRIDE] * width + column * v[STRIDE + 1]) * pixel
+            second = strip + (next_line * v[STRIDE] * width + next_column * v[STRIDE + 1]) * pixel
+            multiply(
+                v[PRODUCTS], first, second, pitch, v[APART], scratch + v[TABLE], taps, v[BLOCKS], filters, bias, sums
+            )
+            place = line * v[Y + 1] + column * v[Y + 2] + shift
+            more = other + place if v[RESIDUAL] else 0
+            complete(v[FINISHES], sums, min(rows, columns - column), y + place, v[Y + 2], more, v[Y + 2], valid, 0)
+            if last > tile:
+                place = next_line * v[Y + 1] + next_column * v[Y + 2] + shift
+                more = other + place if v[RESIDUAL] else 0
+                complete(
+                    v[FINISHES], sums + 2 * TILE, min(rows, columns - next_column), y + place, v[Y + 2], more, v[Y + 2],
+                    valid, 0,
+                )  # fmt: skip
+
+    return run
+
+
+@functools.cache
+def _unit(lanes: int) -> Callable[..., None]:
+    """Makes ``(x, w, y, v, scratch, unit)``, which computes one unit of work."""
+    sizes, strip, panels, write, release = _sizes(), _strip(lanes), _panel(lanes), put(), released()
+
+    @compiled(lanes)
+    def run(x, w, y, v, scratch, unit):
+        panel_part, rest = unit % v[PANEL_PARTS], unit // v[PANEL_PARTS]
+        column_part, rest = rest % v[COLUMN_PARTS], rest // v[COLUMN_PARTS]
+        line_part, image = rest % v[LINE_PARTS], rest // v[LINE_PARTS]
+        first_line, first_column = line_part * v[LINES], column_part * v[COLUMNS]
+        lines, columns = min(v[LINES], v[OUTS] - first_line), min(v[COLUMNS], v[OUTS + 1] - first_column)
+        width = (columns - 1) * v[STRIDE + 1] + (v[KERNEL + 1] - 1) * v[DILATION + 1] + 1
+        height = (lines - 1) * v[STRIDE] + (v[KERNEL] - 1) * v[DILATION] + 1
+        strip(
+            v, x + image * v[X], scratch, first_line * v[STRIDE] - v[BEFORE], height,
+            first_column * v[STRIDE + 1] - v[BEFORE + 1], width,
+        )  # fmt: skip
+        entry = scratch + v[TABLE]
+        for i in range(v[KERNEL]):
+            for j in range(v[KERNEL + 1]):
+                write(entry, (i * v[DILATION] * width + j * v[DILATION + 1]) * v[BLOCKS] * DEPTH * HALF)
+                entry += PLACE
+        place = image * v[Y] + first_line * v[Y + 1] + first_column * v[Y + 2]
+        other = v[RESIDUAL] + place if v[RESIDUAL] else 0
+        sizes(scratch, v[ROWS])
+        first, last = panel_part * v[PANELS] // v[PANEL_PARTS], (panel_part + 1) * v[PANELS] // v[PANEL_PARTS]
+        for panel in range(first, last):
+            panels(v, w, y + place, other, scratch, panel, lines, columns, width)
+        release()
+
+    return run
+
+
+def split_products(lanes: int) -> Callable[..., None]:
+    """Makes ``(data)``, which computes all units that no other thread takes.
+
+    ``data`` begins as in :func:`tilewise.kernels.cpu.fused_fourier.kernel.convolve`, with the addresses of the image,
+    the filters and the result. Then follow the numbers of :data:`~tilewise.kernels.cpu.channels_last.told.SPLIT`.
+    """
+    return over_units(_unit(lanes), "split_products", lanes)

@@ -1,0 +1,92 @@
+"""Convolution in fp32 by the bf16 products of tile registers (Intel's AMX), of images whose channels lie innermost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from tilewise.plan import Config
+from tilewise.problems.activations import CONV_ACTIVATIONS
+from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
+from tilewise.solvers.common.channels_last import reasons, strides_of
+from tilewise.solvers.common.tiles import integer
+from tilewise.solvers.conv import ConvSolver
+from tilewise.solvers.products._split import FEWEST, Pixels, division, forms, in_tiles, may_use_tile_registers
+
+__all__ = ["SplitProducts"]
+
+RATE = {2: 2.4, 3: 1.6}
+"""What products of two and three parts reach, relative to the peak of vector registers."""
+
+
+class SplitProducts(ConvSolver):
+    """Numbers of fp32 as sums of ``parts`` numbers of bf16, whose products tile registers multiply (Henry et al. 2019).
+
+    The products of parts are exact in fp32. Six of three parts have the accuracy of fp32, three of two parts an error
+    of about 3e-6. A tile has ``rows`` pixels and 32 outputs, whose sums stay in registers over all taps and channels. A
+    unit of work has ``lines`` by ``columns`` results, whose pixels are split once for all outputs, or for those of one
+    of ``panel_parts``. Filters, which must be constant, are kept in parts.
+
+    Where an image or a filter holds infinities, results that read one may be NaN; numbers below 1e-33 count as fewer
+    digits or none. At most ``threads`` threads are used; ``team`` says whether they are torch's.
+    """
+
+    name, version = "split_products", 1
+    passes = frozenset({Pass.FPROP})
+    devices = frozenset({"cpu"})
+    dtypes = frozenset({"fp32"})
+    dims = frozenset({1, 2})
+    adds_bias = True
+    adds_residual = True
+    activations = frozenset(CONV_ACTIVATIONS)
+    error_bound = {"ieee": 1e-5, "tf32": 1e-5}  # noqa: RUF012
+    exact_memory = True
+
+    def unsupported(self, p: ConvProblem) -> list[str]:
+        """Reasons: no Numba, no tile registers, channels that are not innermost, groups, filters that may change."""
+        found = reasons(p)
+        if p.groups > 1:
+            found.append(f"takes one group, not {p.groups}")
+        if p.in_channels < FEWEST:
+            found.append(f"sums blocks of 32 channels, which {p.in_channels} leave almost empty")
+        if not p.constant_weight:
+            found.append("keeps filters in parts: constant_weight would do")
+        if not found and not may_use_tile_registers():
+            found.append("needs tile registers of bf16 (Intel's AMX), which this processor or its system lacks")
+        return found
+
+    def configs(self, p: ConvProblem) -> Iterable[Config]:
+        """For two and three parts the divisions that should be fastest."""
+        return forms(p)
+
+    def workspace(self, p: ConvProblem, c: Config) -> int:
+        """Bytes of every thread's parts of pixels."""
+        return integer(c, "threads") * division(p, c).places()["size"]
+
+    def constant(self, p: ConvProblem, c: Config) -> int:
+        """Bytes of the filter's parts."""
+        return division(p, c).filter_bytes
+
+    def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
+        """What splits filters and puts them into tiles."""
+        divided = division(p, c)
+
+        def prepared(weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
+            in_tiles(divided, weight, kept)
+
+        return prepared
+
+    def cost(self, p: ConvProblem, c: Config) -> Cost:
+        """Products of whole tiles, at the rate of so many parts."""
+        divided = division(p, c)
+        return Cost(divided.flops, p.bytes + divided.filter_bytes // 2, 1, RATE[divided.parts])
+
+    def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
+        """Compile the kernels. Raises ``SolverUnavailable`` with the compiler's reason."""
+        assert out is not None
+        try:
+            return Pixels(p, c, strides_of(a, out)).run
+        except (KeyError, ValueError) as error:
+            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
