@@ -224,7 +224,7 @@ class Planner:
         )
 
     def alternatives(self, problem: Problem, options: Options | None = None) -> list[Plan]:
-        """The fastest config of each solver and tile that was measured here, by time. :meth:`confirm` checks one."""
+        """The fastest config of each solver and exactness that was measured, by time. :meth:`confirm` checks one."""
         with self._lock:
             return self.measurements.alternatives(problem, options or Options())
 

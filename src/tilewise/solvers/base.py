@@ -209,6 +209,10 @@ class Solver(abc.ABC):
         """The name of another solver that this config runs on a changed problem; empty where there is none."""
         return ""
 
+    def exactness(self, c: Config) -> object:
+        """What of a config decides how large errors are, as far as it matters which one is taken: the tile, if any."""
+        return c.get("tile")
+
     def like(self, c: Config) -> Config:
         """``c`` without the parameters named in :attr:`amounts`. Configs that are then equal have similar errors."""
         return Config(**{name: value for name, value in c.items() if name not in self.amounts})

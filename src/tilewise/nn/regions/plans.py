@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from tilewise import solvers
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.regions.trace import Untraceable
 from tilewise.plan import Plan
@@ -48,7 +49,8 @@ class RegionPlans:
                 options = table.constraints(problem, deterministic)
                 others = [p for p in table.planner.alternatives(problem, options) if _what(p) != _what(plan)]
                 most = NEAR * plan.time_ms + NEAR_MS
-                found[problem] = [plan, *[p for p in others if p.time_ms <= most][:MOST_OTHERS]]
+                near = _unlike_first(plan, [p for p in others if p.time_ms <= most])
+                found[problem] = [plan, *near[:MOST_OTHERS]]
                 self._note(problem, plan)
         return found
 
@@ -88,6 +90,25 @@ class RegionPlans:
     def _note(self, problem: Problem, plan: Plan) -> None:
         """Remember the error of a plan that planning has checked."""
         self._errors[problem, plan] = 0.0 if plan.error is None else plan.error.l2
+
+
+def _unlike_first(best: Plan, plans: Sequence[Plan]) -> list[Plan]:
+    """``plans`` with those first that have errors of their own: the fastest of each kind, as solvers tell these apart.
+
+    Where the best plans of all layers are together not exact enough, others are there whose times are known.
+    """
+    seen = {_kind(best)}
+    first: list[Plan] = []
+    rest: list[Plan] = []
+    for plan in plans:
+        (rest if _kind(plan) in seen else first).append(plan)
+        seen.add(_kind(plan))
+    return [*first, *rest]
+
+
+def _kind(plan: Plan) -> tuple[str, object]:
+    """What plans with similar errors have in common."""
+    return plan.solver, solvers.get(plan.solver).exactness(plan.config)
 
 
 def _what(plan: Plan) -> tuple[str, object]:

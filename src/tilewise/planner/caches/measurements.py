@@ -59,7 +59,7 @@ class MeasurementCache:
         return self._stores.setdefault(key, Store(functools.partial(self._load, key)))
 
     def alternatives(self, problem: Problem, options: Options) -> list[Plan]:
-        """The fastest config of each solver, and of each of its tiles, that was measured here, fastest first.
+        """The fastest config of each solver that was measured here, of each :meth:`exactness`, fastest first.
 
         What was lost, what the options exclude and what exceeds the limit is left out. Nothing is checked.
         """
@@ -71,7 +71,7 @@ class MeasurementCache:
                 continue
             if options.workspace is not None and (m.workspace or 0) > options.workspace:
                 continue
-            kind = m.solver, m.config.get("tile")
+            kind = m.solver, solvers.get(m.solver).exactness(m.config)
             if kind not in best or m.time_ms < best[kind][0]:
                 best[kind] = m.time_ms, m
         fastest = [m for _, m in sorted(best.values(), key=lambda entry: entry[0])]

@@ -41,6 +41,7 @@ class SplitProducts(ConvSolver):
     adds_bias = True
     adds_residual = True
     activations = frozenset(CONV_ACTIVATIONS)
+    amounts = frozenset({"rows", "lines", "columns", "panel_parts"})
     error_bound = {"ieee": 1e-5, "tf32": 1e-5}  # noqa: RUF012
     exact_memory = True
 
@@ -68,6 +69,10 @@ class SplitProducts(ConvSolver):
     def constant(self, p: ConvProblem, c: Config) -> int:
         """Bytes of the filter's parts."""
         return division(p, c).filter_bytes
+
+    def exactness(self, c: Config) -> object:
+        """The number of parts."""
+        return c.get("parts")
 
     def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
         """What splits filters and puts them into tiles."""

@@ -69,15 +69,15 @@ def _strip(lanes: int) -> Callable[..., None]:
             there = max(0, min(v[SIZES + 1] - (column + ahead), width - ahead)) if inside else 0
             source = x + (line + i) * v[X + 1] + (column + ahead) * v[X + 2]
             # Zeros count as so many whole blocks.
-            divide(v[SPLITS], 0, target, ahead * v[BLOCKS] * DEPTH, v[APART], 0)
+            divide(v[SPLITS], 0, target, ahead * v[BLOCKS] * DEPTH, v[APART])
             begin = target + ahead * pixel
             if v[DENSE]:
-                divide(v[SPLITS], source, begin, there * v[CHANNELS], v[APART], 0)
+                divide(v[SPLITS], source, begin, there * v[CHANNELS], v[APART])
             else:
                 for k in range(there):
-                    divide(v[SPLITS], source + k * v[X + 2], begin + k * pixel, v[CHANNELS], v[APART], 0)
+                    divide(v[SPLITS], source + k * v[X + 2], begin + k * pixel, v[CHANNELS], v[APART])
             behind = width - ahead - there
-            divide(v[SPLITS], 0, begin + there * pixel, behind * v[BLOCKS] * DEPTH, v[APART], 0)
+            divide(v[SPLITS], 0, begin + there * pixel, behind * v[BLOCKS] * DEPTH, v[APART])
 
     return run
 
@@ -113,13 +113,13 @@ def _panel(lanes: int) -> Callable[..., None]:
             )
             place = line * v[Y + 1] + column * v[Y + 2] + shift
             more = other + place if v[RESIDUAL] else 0
-            complete(v[FINISHES], sums, min(rows, columns - column), y + place, v[Y + 2], more, v[Y + 2], valid, 0)
+            complete(v[FINISHES], sums, min(rows, columns - column), y + place, v[Y + 2], more, v[Y + 2], valid)
             if last > tile:
                 place = next_line * v[Y + 1] + next_column * v[Y + 2] + shift
                 more = other + place if v[RESIDUAL] else 0
                 complete(
                     v[FINISHES], sums + 2 * TILE, min(rows, columns - next_column), y + place, v[Y + 2], more, v[Y + 2],
-                    valid, 0,
+                    valid,
                 )  # fmt: skip
 
     return run

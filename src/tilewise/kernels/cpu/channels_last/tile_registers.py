@@ -32,7 +32,7 @@ from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, named
 
 __all__ = ["FINISH_WORDS", "PRODUCT_WORDS", "SPLIT_WORDS", "configured", "finish", "product", "released", "split"]
 
-PRODUCT_WORDS, SPLIT_WORDS, FINISH_WORDS = 10, 5, 8
+PRODUCT_WORDS, SPLIT_WORDS, FINISH_WORDS = 10, 4, 7
 """The numbers of integers that :func:`product`, :func:`split` and :func:`finish` take."""
 LANES = 16
 HALF = 2
@@ -172,7 +172,7 @@ def _split(parts: int) -> Callable[..., None]:
     halves = ir.VectorType(ir.IntType(16), 2 * LANES)
 
     def emit(code: Code, arguments: Values) -> None:
-        source, target, count, apart, _ = arguments
+        source, target, count, apart = arguments
         b = code.builder
 
         def put(vectors: list[ir.Value], at: ir.Value) -> None:
@@ -203,15 +203,15 @@ def _split(parts: int) -> Callable[..., None]:
 
 
 def split(parts: int) -> Callable[..., None]:
-    """Makes ``(source, target, count, apart, _)``, which writes the parts of ``count`` fp32 numbers.
+    """Makes ``(source, target, count, apart)``, which writes the parts of ``count`` fp32 numbers.
 
     Part i of all numbers lies ``i * apart`` bytes behind ``target``. Zeros follow up to a multiple of :data:`DEPTH`.
     Where ``source`` is 0 all are zeros.
     """
     block = _split(parts)
 
-    def run(source, target, count, apart, _):
-        block(source, target, count, apart, _)
+    def run(source, target, count, apart):
+        block(source, target, count, apart)
 
     return named(run, parts)
 
@@ -222,7 +222,7 @@ def _finish(activation: str) -> Callable[..., None]:
     size = LANES * NUMBER
 
     def emit(code: Code, arguments: Values) -> None:
-        sums, rows, out, step, other, other_step, valid, _ = arguments
+        sums, rows, out, step, other, other_step, valid = arguments
         b = code.builder
         place, to, more = (variable(code, value) for value in (sums, out, other))
         with looped(code, rows):
@@ -239,14 +239,14 @@ def _finish(activation: str) -> Callable[..., None]:
 
 
 def finish(activation: str) -> Callable[..., None]:
-    """Makes ``(sums, rows, out, step, other, other_step, valid, _)``, which writes ``rows`` pixels of two tiles.
+    """Makes ``(sums, rows, out, step, other, other_step, valid)``, which writes ``rows`` pixels of two tiles.
 
     Pixels are ``step`` bytes apart at ``out``, of which ``valid`` channels are written. What is added to them lies at
     ``other``, ``other_step`` bytes apart, unless that is 0.
     """
     block = _finish(activation)
 
-    def run(sums, rows, out, step, other, other_step, valid, _):
-        block(sums, rows, out, step, other, other_step, valid, _)
+    def run(sums, rows, out, step, other, other_step, valid):
+        block(sums, rows, out, step, other, other_step, valid)
 
     return named(run, word_of(activation))
