@@ -212,7 +212,7 @@ class _Region:
         return sum(self._ways[part][index].error ** 2 for part, index in enumerate(choice.ways))
 
     def add_exact(self, choice: Choice, source: Plans, squares: float) -> None:
-        """Add more exact ways to those parts of a choice whose errors count among its ``squares``.
+        """Add more exact ways to those parts of a choice whose errors count among its ``squares`` and that have none.
 
         A plan that takes another's place takes as much more time there as by itself.
         """
@@ -225,6 +225,8 @@ class _Region:
                 continue
             problem, plan = way.what.product.problem, way.what.plan
             for factor in EXACT:
+                if self._has_exact(part, problem, way.error / factor, source):
+                    continue
                 exact = source.more_exact(problem, way.error / factor)
                 if exact is None or exact.error is None:
                     continue
@@ -232,6 +234,15 @@ class _Region:
                 new = replace(way, ms=ms, what=replace(way.what, plan=exact), error=exact.error.l2)
                 if all(other.what != new.what for other in self._ways[part]):
                     self._ways[part] += (new,)
+
+    def _has_exact(self, part: int, problem: Problem, most: float, source: Plans) -> bool:
+        """Whether a part has a way by a plan of ``problem`` whose error is at most ``most``."""
+        for way in self._ways[part]:
+            if isinstance(way.what, Planned) and way.what.product.problem == problem:
+                error = source.error(problem, way.what.plan)
+                if error is not None and error <= most:
+                    return True
+        return False
 
     def choose(self, times: Times, allowed: Sequence[Sequence[int]] | None = None, most: float = math.inf) -> Choice:
         """The ways with the least time together, of those that are ``allowed``, by index.
