@@ -22,6 +22,7 @@ __all__ = [
     "DTYPES",
     "PAGE",
     "WIDEST",
+    "FinishingRun",
     "PreparedFilters",
     "balanced_parts",
     "byte_strides",
@@ -204,3 +205,49 @@ class PreparedFilters:
         if bias:
             data[HEADER + self._bias] = bias[0].data_ptr()
         start(self._run, data, self._threads, self._openmp, workspace.data_ptr(), a, b, out)
+
+
+class FinishingRun:
+    """A compiled kernel that computes with filters in a form of its own, and adds bias and residual as it writes.
+
+    :meth:`run` is a :data:`~tilewise.solvers.base.Run`. Subclasses set ``_kernel``, the address of the machine code,
+    ``_numbers``, which describe the call, and ``_added``, the places in them of the addresses of what is added.
+    """
+
+    __slots__ = ("_added", "_kernel", "_numbers", "_openmp", "_threads")
+    _added: list[int]
+    _kernel: int
+    _numbers: np.ndarray
+
+    def __init__(self, c: Config) -> None:
+        self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
+
+    def filters(self, b: torch.Tensor, workspace: torch.Tensor) -> int:
+        """The address of the filters in their form: of constant ones ``b``, which were prepared."""
+        return b.data_ptr()
+
+    def run(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        *added: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run the kernel; ``b`` is the problem's operand, or for a constant filter what was prepared.
+
+        ``added`` are the bias and the residual, as far as the problem has them.
+        """
+        assert out is not None
+        assert workspace is not None
+        filters = self.filters(b, workspace)
+        data = self._numbers.copy()
+        for place, tensor in zip(self._added, added, strict=True):
+            data[place] = tensor.data_ptr()
+        start(self._kernel, data, self._threads, self._openmp, workspace.data_ptr(), a.data_ptr(), filters,
+              out.data_ptr())  # fmt: skip
+        return out
+
+    def behind_scratch(self, workspace: torch.Tensor) -> torch.Tensor:
+        """The workspace behind the scratch of all threads."""
+        return workspace[int(self._numbers[5]) * self._threads :]

@@ -17,10 +17,10 @@ from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.common.channels_last import READ, REGISTERS, Panels, even, lines_in_panels, rows_of_line
 from tilewise.solvers.common.cpu_run import (
     PAGE,
+    FinishingRun,
     kernel_data,
     numba_reasons,
     numbers_array,
-    start,
     units_in_turn,
     vector_lanes,
     with_teams,
@@ -186,17 +186,17 @@ def _divided(whole: Division, threads: int) -> Iterable[Division]:
         yield replace(whole, parts=parts, panel_parts=panel_parts)
 
 
-class Lines:
+class Lines(FinishingRun):
     """The compiled kernel over all units of work, for tensors of fixed strides. It takes filters in panels."""
 
-    __slots__ = ("_added", "_divided", "_kernel", "_numbers", "_openmp", "_own_filters", "_threads", "_zeros")
+    __slots__ = ("_divided", "_own_filters", "_zeros")
 
     def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
         """``apart`` holds the byte strides of x and y. Raises ``SolverUnavailable`` with Numba's reason."""
         from tilewise.kernels.cpu.channels_last.compiling import load_depthwise_last
 
         divided = self._divided = division(p, c)
-        self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
+        super().__init__(c)
         self._own_filters = not p.constant_weight
         self._added = [HEADER + INDIRECT[name] for name in ("bias", "residual") if getattr(p, name)]
         self._zeros = np.zeros(divided.panels * divided.width, dtype=np.float32)
@@ -220,31 +220,13 @@ class Lines:
             told |= dict(enumerate((image, *[0] * (3 - p.dims), *space), INDIRECT[name]))
         self._numbers = kernel_data(divided.units, places["size"], numbers_array(told, NUMBERS))
 
-    def run(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor | None,
-        workspace: torch.Tensor | None,
-        *added: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run the kernel; ``b`` is the problem's operand, or for a constant filter what was prepared.
-
-        ``added`` are the bias and the residual, as far as the problem has them.
-        """
-        assert out is not None
-        assert workspace is not None
-        filters = b.data_ptr()
-        if self._own_filters:
-            behind = workspace[int(self._numbers[5]) * self._threads :]
-            in_panels(self._divided, b, behind)
-            filters = behind.data_ptr()
-        data = self._numbers.copy()
-        for place, tensor in zip(self._added, added, strict=True):
-            data[place] = tensor.data_ptr()
-        start(self._kernel, data, self._threads, self._openmp, workspace.data_ptr(), a.data_ptr(), filters,
-              out.data_ptr())  # fmt: skip
-        return out
+    def filters(self, b: torch.Tensor, workspace: torch.Tensor) -> int:
+        """Those that may change are put into panels at every call."""
+        if not self._own_filters:
+            return b.data_ptr()
+        behind = self.behind_scratch(workspace)
+        in_panels(self._divided, b, behind)
+        return behind.data_ptr()
 
 
 def in_panels(divided: Division, weight: torch.Tensor, kept: torch.Tensor) -> None:

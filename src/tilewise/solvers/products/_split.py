@@ -21,7 +21,14 @@ from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.common.channels_last import even
-from tilewise.solvers.common.cpu_run import PAGE, kernel_data, numba_reasons, numbers_array, start, with_teams
+from tilewise.solvers.common.cpu_run import (
+    PAGE,
+    FinishingRun,
+    kernel_data,
+    numba_reasons,
+    numbers_array,
+    with_teams,
+)
 from tilewise.solvers.common.tiles import integer
 
 __all__ = ["FEWEST", "Division", "Pixels", "division", "forms", "in_tiles", "may_use_tile_registers"]
@@ -256,10 +263,10 @@ def in_tiles(divided: Division, weight: torch.Tensor, kept: torch.Tensor) -> Non
         target[:, :, :, i] = tiles.permute(0, 6, 3, 1, 4, 2, 5)
 
 
-class Pixels:
+class Pixels(FinishingRun):
     """The compiled kernel over all units of work, for tensors of fixed strides. It takes filters in tiles."""
 
-    __slots__ = ("_added", "_kernel", "_numbers", "_openmp", "_threads", "_zeros")
+    __slots__ = ("_zeros",)
 
     def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
         """``apart`` holds the byte strides of x and y. Raises ``SolverUnavailable`` with Numba's reason."""
@@ -268,7 +275,7 @@ class Pixels:
         divided = division(p, c)
         if not may_use_tile_registers():  # they are illegal instructions until the system is asked
             raise SolverUnavailable("this process may not use tile registers")
-        self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
+        super().__init__(c)
         self._added = [HEADER + SPLIT[name] for name in ("bias", "residual") if getattr(p, name)]
         self._zeros = np.zeros(WIDE, dtype=np.float32)
         with numba_reasons():
@@ -293,24 +300,3 @@ class Pixels:
             strides = (0, 0, 4 * channels) if flat else (image, *[0] * (2 - p.dims), *space)
             told |= dict(enumerate(strides, SPLIT[name]))
         self._numbers = kernel_data(divided.units, places["size"], numbers_array(told, SPLIT_NUMBERS))
-
-    def run(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor | None,
-        workspace: torch.Tensor | None,
-        *added: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run the kernel; ``b`` is the filter as :func:`in_tiles` writes it.
-
-        ``added`` are the bias and the residual, as far as the problem has them.
-        """
-        assert out is not None
-        assert workspace is not None
-        data = self._numbers.copy()
-        for place, tensor in zip(self._added, added, strict=True):
-            data[place] = tensor.data_ptr()
-        start(self._kernel, data, self._threads, self._openmp, workspace.data_ptr(), a.data_ptr(), b.data_ptr(),
-              out.data_ptr())  # fmt: skip
-        return out

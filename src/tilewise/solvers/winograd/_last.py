@@ -18,10 +18,10 @@ from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.common.channels_last import READ, SHAPES, Panels, even
 from tilewise.solvers.common.cpu_run import (
     PAGE,
+    FinishingRun,
     kernel_data,
     numba_reasons,
     numbers_array,
-    start,
     units_in_turn,
     vector_lanes,
     with_teams,
@@ -229,17 +229,17 @@ def _divisions(p: ConvProblem, lanes: int, m: int, threads: int) -> Iterable[Blo
                 yield replace(divided, panel_parts=parts)
 
 
-class LastTiles:
+class LastTiles(FinishingRun):
     """The compiled kernel over all units of work, for tensors of fixed strides. It takes transformed filters."""
 
-    __slots__ = ("_added", "_blocked", "_filter", "_kernel", "_numbers", "_openmp", "_threads", "_zeros")
+    __slots__ = ("_blocked", "_filter", "_zeros")
 
     def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
         """``apart`` holds the byte strides of x and y. Raises ``SolverUnavailable`` with Numba's reason."""
         from tilewise.kernels.cpu.channels_last.compiling import load_winograd_last
 
         divided = self._blocked = blocked(p, c)
-        self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
+        super().__init__(c)
         self._added = [HEADER + WINOGRAD[name] for name in ("bias", "residual") if getattr(p, name)]
         self._zeros = np.zeros(max(divided.channels, divided.width) + divided.lanes, dtype=np.float32)
         shape = divided.lanes, divided.outs, divided.taps, divided.rows, (divided.vectors, divided.last)
@@ -297,27 +297,11 @@ class LastTiles:
                 divided.points[1] * point, point, vector, vectors,
             )  # fmt: skip
 
-    def run(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor | None,
-        workspace: torch.Tensor | None,
-        *added: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run the kernel; ``b`` is the problem's operand, or for a constant filter what was prepared.
-
-        ``added`` are the bias and the residual, as far as the problem has them.
-        """
-        assert out is not None
-        assert workspace is not None
-        filters, divided = b, self._blocked
-        if not divided.p.constant_weight:
-            filters = workspace[-divided.p.groups * divided.group_bytes :]
-            self.prepare(b, filters, workspace)
-        data = self._numbers.copy()
-        for place, tensor in zip(self._added, added, strict=True):
-            data[place] = tensor.data_ptr()
-        start(self._kernel, data, self._threads, self._openmp, workspace.data_ptr(), a.data_ptr(), filters.data_ptr(),
-              out.data_ptr())  # fmt: skip
-        return out
+    def filters(self, b: torch.Tensor, workspace: torch.Tensor) -> int:
+        """Those that may change are transformed at every call."""
+        divided = self._blocked
+        if divided.p.constant_weight:
+            return b.data_ptr()
+        transformed = workspace[-divided.p.groups * divided.group_bytes :]
+        self.prepare(b, transformed, workspace)
+        return transformed.data_ptr()
