@@ -54,8 +54,10 @@ Judge = Callable[[Program], float]
 """The error of a whole program, as a multiple of what is allowed."""
 
 
-MOST_ROUNDS = 4
-"""How often plans give way to more exact ones."""
+MOST_ROUNDS = 6
+"""How often plans give way to others that are more exact, or again less."""
+ENOUGH = 0.8
+"""The share of what is allowed above which the error of the whole is near enough to it."""
 LEAST_STEP, MOST_STEP = 1.1, 4.0
 """The factor by which the error of all plans together is lowered each time: the excess of the whole, within these."""
 EXACT = (2.0, 8.0)
@@ -122,22 +124,43 @@ def plan_region(
     if times.device.type == "cpu":  # a GPU's caches hold little from one layer to the next
         with showing(tell):
             region.time_in_place(times, weights, tell)
-    most, rounds = math.inf, 0
-    while True:
+    return _exact_enough(region, source, judge, lambda choice: region.planned(choice, weights, fused), times)
+
+
+def _exact_enough(
+    region: _Region, source: Plans, judge: Judge, planned: Callable[[Choice], Planning], times: Times
+) -> Planning:
+    """The fastest choice whose whole is exact enough, as far as it is found; else the last one tried.
+
+    The squares of the plans' errors get a lower limit until the whole is exact enough, and then a higher one again,
+    between what was enough and what was not.
+    """
+    most, allowed, refused = math.inf, 0.0, math.inf
+    best: tuple[Choice, Planning] | None = None
+    for rounds in range(MOST_ROUNDS + 1):
         choice = region.choose(times, most=most)
         while region.settle(choice, source):
             choice = region.choose(times, most=most)
-        planned = region.planned(choice, weights, fused)
-        excess = judge(planned.program)
-        if excess <= 1.0 or rounds == MOST_ROUNDS:
-            return planned
-        squares = region.squares(choice)
-        if not squares:  # no plan is what errs
-            return planned
-        if not rounds:  # each plan that is asked for is a search
-            region.add_exact(choice, source, squares)
-        most = squares / min(max(excess, LEAST_STEP), MOST_STEP) ** 2
-        rounds += 1
+        if best is None or choice.ways != best[0].ways:
+            found = planned(choice)
+            excess, squares = judge(found.program), region.squares(choice)
+            if excess <= 1.0:
+                best = choice, found
+                if not rounds or excess > ENOUGH:
+                    break
+            elif not squares:  # no plan is what errs
+                break
+            else:
+                if not rounds:  # each plan that is asked for is a search
+                    region.add_exact(choice, source, squares)
+                refused = min(refused, squares)
+        if best is None:
+            most = squares / min(max(excess, LEAST_STEP), MOST_STEP) ** 2
+        else:
+            if most < refused:
+                allowed = max(allowed, most)
+            most = math.sqrt(allowed * refused)
+    return found if best is None else best[1]
 
 
 class _Region:
