@@ -130,11 +130,14 @@ def fill(tensor: torch.Tensor, seed: int) -> None:
 
 @st.composite
 def with_memory(
-    draw: st.DrawFn, drawn: st.SearchStrategy[ConvProblem], wanted: Callable[[ConvProblem], bool] = lambda p: True
+    draw: st.DrawFn,
+    drawn: st.SearchStrategy[ConvProblem],
+    wanted: Callable[[ConvProblem], bool] = lambda p: True,
+    alike: bool = False,
 ) -> tuple[ConvProblem, tuple[tuple[str, int], ...]]:
-    """A wanted problem with its layouts set for the drawn memory of x, w and y."""
+    """A wanted problem with its layouts set for the drawn memory of x, w and y, which may be the same for all."""
     p = draw(drawn)
-    forms = (draw(memory()), draw(memory()), draw(memory()))
+    forms = (draw(memory()),) * 3 if alike else (draw(memory()), draw(memory()), draw(memory()))
     tensors = {
         role: allocate(p.shape(role), p.torch_dtype(role), torch.device("meta"), *form)[0]
         for role, form in zip(ROLES, forms, strict=True)

@@ -26,7 +26,7 @@ from tilewise.solvers.separable.separable_last import SeparableLast
 
 pytest.importorskip("numba")
 SOLVER = SeparableLast()
-BOUND = 1e-6
+BOUND = 2e-6
 
 
 def changed(c: Config, **changes: object) -> Config:

@@ -31,7 +31,7 @@ from tilewise.solvers.common.cpu_run import (
 )
 from tilewise.solvers.common.tiles import integer
 
-__all__ = ["FEWEST", "Division", "Pixels", "division", "forms", "in_tiles", "may_use_tile_registers"]
+__all__ = ["Division", "Pixels", "division", "forms", "in_tiles", "may_use_tile_registers"]
 
 LANES = 16
 DEPTH = 32
@@ -48,8 +48,6 @@ NEAR = 3 << 19
 """Bytes of filters that stay in a core's cache."""
 NEAR_RATE, FAR_RATE = 48, 10
 """Bytes in a cycle that come from a core's own cache, and from one that cores share or from memory."""
-FEWEST = 8
-"""Channels from which on blocks of 32 are worth filling up."""
 FLAGS = ("amx_tile", "amx_bf16", "avx512bw")
 """What the system says of processors that have them."""
 REQUEST, TILE_DATA = 0x1023, 18

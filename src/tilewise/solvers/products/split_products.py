@@ -13,7 +13,7 @@ from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
 from tilewise.solvers.common.channels_last import reasons, strides_of
 from tilewise.solvers.common.tiles import integer
 from tilewise.solvers.conv import ConvSolver
-from tilewise.solvers.products._split import FEWEST, Pixels, division, forms, in_tiles, may_use_tile_registers
+from tilewise.solvers.products._split import Pixels, division, forms, in_tiles, may_use_tile_registers
 
 __all__ = ["SplitProducts"]
 
@@ -50,8 +50,6 @@ class SplitProducts(ConvSolver):
         found = reasons(p)
         if p.groups > 1:
             found.append(f"takes one group, not {p.groups}")
-        if p.in_channels < FEWEST:
-            found.append(f"sums blocks of 32 channels, which {p.in_channels} leave almost empty")
         if not p.constant_weight:
             found.append("keeps filters in parts: constant_weight would do")
         if not found and not may_use_tile_registers():
