@@ -118,6 +118,7 @@ def test_every_step_has_its_time() -> None:
     assert sum(taken) < 1e3 * (time.perf_counter() - start)
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_a_team() -> None:
     """Between launches, which take a second together."""
     program = chain(200, size=400, threads=(2,))
@@ -151,6 +152,7 @@ print("same")
 """
 
 
+@pytest.mark.slow
 def test_a_team_of_one_thread_does_not_wait_for_others() -> None:
     """OpenMP gives fewer threads than are asked for where the user limits them."""
     environment = {**os.environ, "OMP_THREAD_LIMIT": "1"}

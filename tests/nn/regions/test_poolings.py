@@ -60,6 +60,7 @@ def test_indices_and_float64_stay_with_torch() -> None:
     assert problems(net(nn.MaxPool2d(2)).double(), X.double()) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [("as in ResNet", torch.contiguous_format), *((name, torch.channels_last) for name in POOLINGS)],
