@@ -208,7 +208,8 @@ class RegionPlanner:
             def judge(program: Program) -> float:
                 found = program(*given)
                 results = found if isinstance(found, tuple) else (found,)
-                return error_of(results, wanted) / self._error_limit(torch_error, [t.dtype for t in results])
+                aim = self._error_limit(torch_error, [t.dtype for t in results], of_torch=1.0)
+                return error_of(results, wanted) / aim
 
             planned = plan_region(traced, tensors, self._plans, judge, self._times, self._weights, self._shown)
             ready = Ready(module, traced, planned, _code(traced), inputs)
@@ -271,13 +272,15 @@ class RegionPlanner:
             return ""
         return f"is {error:.2g} away from float64 (relative L2; torch {torch_error:.2g}); {limit:.2g} would do"
 
-    def _error_limit(self, torch_error: float, dtypes: Sequence[torch.dtype]) -> float:
-        """How far results of these types may be from float64."""
+    def _error_limit(self, torch_error: float, dtypes: Sequence[torch.dtype], of_torch: float = 2.0) -> float:
+        """How far results of these types may be from float64: in fp32, if that is more, ``of_torch`` times torch's."""
         limit = self._asked.error_limit
         if limit is None:
             exact = all(dtype in (torch.float32, torch.float64) or not dtype.is_floating_point for dtype in dtypes)
             rounds = self._device.type == "cuda" and "tf32" in (conv_precision(), matmul_precision())
-            limit = max((TF32_LIMIT if rounds else ERROR_LIMIT) if exact else 0.0, 2 * torch_error)
+            limit = max(
+                (TF32_LIMIT if rounds else ERROR_LIMIT) if exact else 0.0, (of_torch if exact else 2.0) * torch_error
+            )
         return limit
 
     def _on_sight(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ready:
