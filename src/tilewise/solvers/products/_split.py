@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tilewise.kernels.cpu.channels_last.told import SPLIT, SPLIT_NUMBERS
+from tilewise.kernels.cpu.channels_last.told import DEPTH, HALF, SPLIT, SPLIT_NUMBERS, TILE
+from tilewise.kernels.cpu.channels_last.told import TILE_LANES as LANES
 from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
@@ -33,13 +34,8 @@ from tilewise.solvers.common.tiles import integer
 
 __all__ = ["Division", "Pixels", "division", "forms", "in_tiles", "may_use_tile_registers"]
 
-LANES = 16
-DEPTH = 32
-"""Channels that a tile register sums at once."""
 WIDE = 2 * LANES
 """Output channels of a panel."""
-TILE = 1024
-HALF = 2
 PRODUCTS = {2: 3, 3: 6}
 """Products of parts, by their number."""
 STRIP = 1 << 20

@@ -11,8 +11,10 @@ import functools
 from collections.abc import Callable
 
 from tilewise.kernels.cpu.channels_last.loops import PLACE, copied, put
-from tilewise.kernels.cpu.channels_last.tile_registers import DEPTH, HALF, LANES, TILE, configured, released
+from tilewise.kernels.cpu.channels_last.tile_registers import configured, released
+from tilewise.kernels.cpu.channels_last.told import DEPTH, HALF, TILE
 from tilewise.kernels.cpu.channels_last.told import SPLIT as OF
+from tilewise.kernels.cpu.channels_last.told import TILE_LANES as LANES
 from tilewise.kernels.cpu.channels_last.units import over_units
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, pointer_call
 

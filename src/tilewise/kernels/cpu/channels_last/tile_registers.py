@@ -27,20 +27,14 @@ from tilewise.kernels.cpu.channels_last.loops import (
     number,
     variable,
 )
-from tilewise.kernels.cpu.channels_last.told import word_of
+from tilewise.kernels.cpu.channels_last.told import DEPTH, HALF, TILE, word_of
+from tilewise.kernels.cpu.channels_last.told import TILE_LANES as LANES
 from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, named
 
 __all__ = ["FINISH_WORDS", "PRODUCT_WORDS", "SPLIT_WORDS", "configured", "finish", "product", "released", "split"]
 
 PRODUCT_WORDS, SPLIT_WORDS, FINISH_WORDS = 10, 4, 7
 """The numbers of integers that :func:`product`, :func:`split` and :func:`finish` take."""
-LANES = 16
-HALF = 2
-"""Bytes of a number of bf16."""
-DEPTH = 32
-"""Products of bf16 that an element of a tile register sums at once."""
-TILE = 1024
-"""Bytes of a tile register."""
 ORDER = {2: ((1, 0), (0, 0), (0, 1)), 3: ((2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2))}
 """By the number of parts: which parts of pixels and of filters are multiplied. One of each pair stays in its tile."""
 SUMS, PIXELS, FILTERS = (0, 1, 2, 3), (4, 5), (6, 7)

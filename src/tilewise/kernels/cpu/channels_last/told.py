@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
-    "INDIRECT", "JOINED", "JOINED_NUMBERS", "NUMBERS", "PIXELS", "SEPARABLE", "SEPARABLE_NUMBERS", "SPLIT",
-    "SPLIT_NUMBERS", "WINOGRAD", "WINOGRAD_NUMBERS", "word_of",
+    "DEPTH", "HALF", "INDIRECT", "JOINED", "JOINED_NUMBERS", "NUMBERS", "PIXELS", "SEPARABLE", "SEPARABLE_NUMBERS",
+    "SPLIT", "SPLIT_NUMBERS", "TILE", "TILE_LANES", "WINOGRAD", "WINOGRAD_NUMBERS", "word_of",
 ]  # fmt: skip
 
 
@@ -58,6 +58,10 @@ SEPARABLE, SEPARABLE_NUMBERS = _places(
 The rows that the depthwise stage reads are ``line`` bytes long and ``kept_rows`` at a time; what it writes is
 ``middle_line`` bytes long. ``filters`` are the places of each stage's filters behind the address of all.
 """
+
+TILE_LANES, DEPTH, HALF, TILE = 16, 32, 2, 1024
+"""Of tile registers: numbers of fp32 in a row, products of bf16 that an element sums at once, bytes of a number of
+bf16, and bytes of a register."""
 
 SPLIT, SPLIT_NUMBERS = _places(
     "channels", "blocks", "outputs", "panels", "panel_parts", "lines", "columns", "line_parts", "column_parts", "rows",
