@@ -19,6 +19,7 @@ from tilewise.nn import report
 from tests.nn.dividing import Dividing
 rank, ranks = int(sys.argv[1]), int(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=ranks)
+dist.barrier()  # one that leaves the group while another still connects would end that one's init
 torch.manual_seed(0)
 model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
 x = torch.randn(4, 3, 9, 9)
