@@ -1,4 +1,4 @@
-"""Convolution by tile registers: how its work is divided, its filters, and its kernel."""
+"""Convolution by tile registers: how its work is divided."""
 
 from __future__ import annotations
 
@@ -8,34 +8,21 @@ import itertools
 import math
 import platform
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from tilewise.kernels.cpu.channels_last.told import DEPTH, HALF, SPLIT, SPLIT_NUMBERS, TILE
-from tilewise.kernels.cpu.channels_last.told import TILE_LANES as LANES
-from tilewise.kernels.cpu.sizes import HEADER
+from tilewise.kernels.cpu.tile_registers.told import DEPTH, HALF, LANES, TILE, WIDE
 from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem
-from tilewise.solvers.base import SolverUnavailable
-from tilewise.solvers.common.channels_last import even
-from tilewise.solvers.common.cpu_run import (
-    PAGE,
-    FinishingRun,
-    kernel_data,
-    numba_reasons,
-    numbers_array,
-    with_teams,
-)
+from tilewise.solvers.common.channels_last import even, innermost
+from tilewise.solvers.common.cpu_run import PAGE, with_teams
 from tilewise.solvers.common.tiles import integer
 
-__all__ = ["Division", "Pixels", "division", "forms", "in_tiles", "may_use_tile_registers"]
+__all__ = ["Division", "Reach", "divisions", "filter_bytes", "forms", "lies_in_planes", "may_use_tile_registers"]
 
-WIDE = 2 * LANES
-"""Output channels of a panel."""
 PRODUCTS = {2: 3, 3: 6}
 """Products of parts, by their number."""
 STRIP = 1 << 20
@@ -67,10 +54,76 @@ def may_use_tile_registers() -> bool:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """What results along an axis read: number ``i`` reads ``i * stride + t * dilation - before``, of ``size``.
+
+    ``t`` counts ``taps`` taps, of which the filter's are ``first``, ``first + step`` and so on. The results are ``out``
+    of those along the axis: from number ``begin`` on, ``apart`` from each other.
+    """
+
+    size: int
+    out: int
+    taps: int
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+    first: int = 0
+    step: int = 1
+    begin: int = 0
+    apart: int = 1
+
+
+WHOLE = Reach(1, 1, 1)
+"""An axis that a layer does not have."""
+
+
+def _reaches(axis: Axis, gradient: bool) -> list[Reach]:
+    """What results along an axis read. Of a ``gradient`` those alike modulo the stride read by the same taps."""
+    if not gradient:
+        return [Reach(axis.size, axis.out, axis.kernel, axis.stride, axis.dilation, axis.before)]
+    found, s, d = [], axis.stride, axis.dilation
+    for begin in range(min(s, axis.size)):
+        # Input i = begin + s q was read by output q + (begin + before - k d) / s with tap k, where that divides.
+        taps = [k for k in range(axis.kernel) if (begin + axis.before - k * d) % s == 0]
+        common = math.gcd(s, d)
+        before = (taps[-1] * d - begin - axis.before) // s if taps else 0
+        first = taps[-1] if taps else 0
+        out = -(-(axis.size - begin) // s)
+        found.append(Reach(axis.out, out, len(taps), 1, d // common, before, first, -(s // common), begin, s))
+    return found
+
+
+def _layers(p: ConvProblem) -> list[tuple[int, tuple[Reach, Reach]]]:
+    """Images, and what results read along height and width; several times for the gradient of a strided layer.
+
+    All pixels that follow each other in memory are one line where there is one tap and no stride.
+    """
+    plain = all(axis.kernel == 1 and axis.stride == 1 and not axis.before and not axis.after for axis in p.axes)
+    pixels = math.prod(axis.size for axis in p.axes)
+    if plain and all(innermost(p, role) for role in "xy"):
+        return [(1, (WHOLE, Reach(p.batch * pixels, p.batch * pixels, 1)))]
+    if plain and all(lies_in_planes(p, role) for role in "xy"):
+        return [(p.batch, (WHOLE, Reach(pixels, pixels, 1)))]
+    width = _reaches(p.axes[-1], p.result == "x")
+    height = _reaches(p.axes[0], p.result == "x") if p.dims == 2 else [WHOLE]
+    return [(p.batch, axes) for axes in itertools.product(height, width)]
+
+
+def lies_in_planes(p: ConvProblem, role: str) -> bool:
+    """Whether each channel's numbers follow each other, and channels are no neighbours in memory."""
+    return p.layout(role) == "contiguous" and not innermost(p, role)
+
+
+@dataclass(frozen=True)
 class Division:
-    """How the work is divided: units of ``lines`` by ``columns`` results and of panels, tiles of ``rows`` pixels."""
+    """How the work is divided: units of ``lines`` by ``columns`` results and of panels, tiles of ``rows`` pixels.
+
+    ``axes`` say what the results of each of ``images`` read along height and width.
+    """
 
     p: ConvProblem
+    images: int
+    axes: tuple[Reach, Reach]
     parts: int
     rows: int
     lines: int
@@ -78,27 +131,34 @@ class Division:
     panel_parts: int
 
     @property
-    def axes(self) -> tuple[Axis, Axis]:
-        """The axes of height and width; all pixels of a pointwise layer are one line."""
-        axes = (*[Axis(1, 1)] * (2 - self.p.dims), *self.p.axes)
-        if is_flat(self.p):
-            return Axis(1, 1), Axis(self.p.batch * math.prod(axis.size for axis in axes), 1)
-        return axes[0], axes[1]
+    def flat(self) -> bool:
+        """Whether all lines of an image are one."""
+        return self.axes[0] is WHOLE
 
     @property
-    def images(self) -> int:
-        """Images, one where all pixels are one line."""
-        return 1 if is_flat(self.p) else self.p.batch
+    def channels(self) -> int:
+        """Channels that are read."""
+        return self.p.in_channels if self.p.result == "y" else self.p.out_channels
+
+    @property
+    def outputs(self) -> int:
+        """Channels that are written."""
+        return self.p.out_channels if self.p.result == "y" else self.p.in_channels
+
+    @property
+    def taps(self) -> int:
+        """Taps that each result is the sum of."""
+        return self.axes[0].taps * self.axes[1].taps
 
     @property
     def blocks(self) -> int:
         """Blocks of channels that are summed at once."""
-        return -(-self.p.in_channels // DEPTH)
+        return -(-self.channels // DEPTH)
 
     @property
     def panels(self) -> int:
         """Panels of output channels."""
-        return -(-self.p.out_channels // WIDE)
+        return -(-self.outputs // WIDE)
 
     @property
     def line_parts(self) -> int:
@@ -119,7 +179,7 @@ class Division:
     def pixels(self) -> int:
         """Pixels that a unit reads."""
         reach = [
-            (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1
+            (count - 1) * axis.stride + max(0, axis.taps - 1) * axis.dilation + 1
             for count, axis in zip((self.lines, self.columns), self.axes, strict=True)
         ]
         return math.prod(reach)
@@ -137,7 +197,7 @@ class Division:
     @property
     def panel_bytes(self) -> int:
         """Bytes of a panel's filters."""
-        return self.p.taps * self.blocks * self.parts * 2 * TILE
+        return self.taps * self.blocks * self.parts * 2 * TILE
 
     @property
     def filter_bytes(self) -> int:
@@ -148,14 +208,14 @@ class Division:
     def flops(self) -> int:
         """Operations of all tiles, as if they were multiplied once in fp32."""
         pairs = self.tiles + self.tiles % 2
-        each = pairs * self.rows * self.p.taps * self.blocks * DEPTH
+        each = pairs * self.rows * self.taps * self.blocks * DEPTH
         return 2 * each * WIDE * self.panels * self.units // self.panel_parts
 
     def places(self) -> dict[str, int]:
         """Where everything lies in a thread's scratch, behind the sizes of tile registers; and its ``size``."""
         found, place = {}, PAGE
         for name, size in (
-            ("sums", 4 * TILE), ("biases", 4 * WIDE), ("table", 8 * self.p.taps), ("strip", self.parts * self.apart),
+            ("sums", 4 * TILE), ("biases", 4 * WIDE), ("table", 8 * self.taps), ("strip", self.parts * self.apart),
         ):  # fmt: skip
             found[name] = place
             place += -(-size // 64) * 64
@@ -166,7 +226,7 @@ class Division:
         turns = -(-self.units // threads)
         across = -(-self.columns // self.rows)
         pairs = -(-self.lines * across // 2)
-        steps = self.p.taps * self.blocks * -(-self.panels // self.panel_parts)
+        steps = self.taps * self.blocks * -(-self.panels // self.panel_parts)
         loads = 8 * (self.parts + (2 if self.parts == 2 else 4)) + 8 * (self.parts + 1)
         product = max(4 * PRODUCTS[self.parts] * self.rows, loads) + 16
         from_far = self.filter_bytes > NEAR
@@ -176,17 +236,15 @@ class Division:
         return turns * (max(pairs * steps * product, streamed) + 2 * pairs * finished + split + 2000)
 
 
-def is_flat(p: ConvProblem) -> bool:
-    """Whether all pixels may be seen as one line: one tap and no strides, over dense images."""
-    plain = all(axis.kernel == 1 and axis.stride == 1 and not axis.before and not axis.after for axis in p.axes)
-    return plain and all(p.layout(role) == "channels_last" for role in ("x", "y"))
+def divisions(p: ConvProblem, c: Config) -> list[Division]:
+    """The divisions of a config: several for the gradient of a strided layer.
 
-
-def division(p: ConvProblem, c: Config) -> Division:
-    """The division of a config. Raises ``KeyError`` or ``ValueError`` for what is no config of ``p``."""
+    Raises ``KeyError`` or ``ValueError`` for what is no config of ``p``.
+    """
     names = "parts", "rows", "lines", "columns", "panel_parts"
-    divided = Division(p, *(integer(c, name) for name in names))
+    found = [Division(p, *layer, *(integer(c, name) for name in names)) for layer in _layers(p)]
     integer(c, "threads")
+    divided = found[0]
     height, width = divided.axes
     if divided.parts not in PRODUCTS or divided.rows > LANES:
         raise ValueError(f"parts={divided.parts}, rows={divided.rows}: 2 or 3 parts, and up to {LANES} rows, would do")
@@ -195,7 +253,12 @@ def division(p: ConvProblem, c: Config) -> Division:
             f"lines={divided.lines}, columns={divided.columns}, panel_parts={divided.panel_parts}: up to {height.out}, "
             f"{width.out} and {divided.panels} would do"
         )
-    return divided
+    return found
+
+
+def filter_bytes(divided: Iterable[Division]) -> int:
+    """Bytes of all filters in parts."""
+    return sum(each.filter_bytes for each in divided)
 
 
 def forms(p: ConvProblem) -> Iterable[Config]:
@@ -214,83 +277,14 @@ def forms(p: ConvProblem) -> Iterable[Config]:
 
 
 def _divisions(p: ConvProblem, parts: int, threads: int) -> Iterator[Division]:
-    """Divisions worth comparing: a few sizes of ranges, and panels in parts where there are few ranges."""
-    whole = Division(p, parts, 1, 1, 1, 1)
-    height, width = whole.axes
-    if is_flat(p):
+    """Divisions worth comparing, of the results with most taps: a few sizes of ranges, and panels in parts."""
+    images, (height, width) = max(_layers(p), key=lambda layer: layer[1][0].taps * layer[1][1].taps)
+    whole = Division(p, images, (height, width), parts, 1, 1, 1, 1)
+    if height is WHOLE and width.taps == 1 and width.stride == 1:
         sizes = {(1, even(width.out, n)) for n in (32, 64, 96, 128, 192, 256)}
     else:
         sizes = {(even(height.out, n), width.out) for n in range(1, min(height.out, 32) + 1)}
     for (lines, columns), panel_parts in itertools.product(sorted(sizes), range(1, min(whole.panels, 2 * threads) + 1)):
-        divided = Division(p, parts, even(columns, LANES), lines, columns, panel_parts)
+        divided = replace(whole, rows=even(columns, LANES), lines=lines, columns=columns, panel_parts=panel_parts)
         if divided.parts * divided.apart <= STRIP or lines * columns <= 2 * LANES or lines == 1:
             yield divided
-
-
-def _in_parts(weight: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """The parts of a filter as int16, which hold the bits of bf16: rounded where there are two, cut where three."""
-    found = []
-    for _ in range(parts):
-        part = (
-            weight.bfloat16() if parts == 2 else (weight.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
-        )
-        found.append(part.view(torch.int16))
-        weight = torch.where(weight == part.float(), 0.0, weight - part.float())
-    return found
-
-
-def in_tiles(divided: Division, weight: torch.Tensor, kept: torch.Tensor) -> None:
-    """Write a filter to ``kept``, of uint8, in the order in which tile registers are loaded.
-
-    That is: panel, tap, block of channels, part, vector of outputs, pair of channels, output, channel of the pair.
-    """
-    p = divided.p
-    filters = torch.zeros(
-        divided.panels * WIDE, divided.blocks * DEPTH, p.taps, dtype=torch.float32, device=weight.device
-    )
-    filters[: p.out_channels, : p.in_channels] = weight.detach().flatten(2)
-    target = kept[: divided.filter_bytes].view(torch.int16).view(
-        divided.panels, p.taps, divided.blocks, divided.parts, 2, LANES, LANES, 2
-    )  # fmt: skip
-    for i, part in enumerate(_in_parts(filters, divided.parts)):
-        tiles = part.view(divided.panels, 2, LANES, divided.blocks, LANES, 2, p.taps)
-        target[:, :, :, i] = tiles.permute(0, 6, 3, 1, 4, 2, 5)
-
-
-class Pixels(FinishingRun):
-    """The compiled kernel over all units of work, for tensors of fixed strides. It takes filters in tiles."""
-
-    __slots__ = ("_zeros",)
-
-    def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
-        """``apart`` holds the byte strides of x and y. Raises ``SolverUnavailable`` with Numba's reason."""
-        from tilewise.kernels.cpu.channels_last.compiling import load_split_products
-
-        divided = division(p, c)
-        if not may_use_tile_registers():  # they are illegal instructions until the system is asked
-            raise SolverUnavailable("this process may not use tile registers")
-        super().__init__(c)
-        self._added = [HEADER + SPLIT[name] for name in ("bias", "residual") if getattr(p, name)]
-        self._zeros = np.zeros(WIDE, dtype=np.float32)
-        with numba_reasons():
-            self._kernel, splits, products, finishes = load_split_products(LANES, divided.parts, p.activation)
-        places = divided.places()
-        flat = is_flat(p)
-        dense = p.in_channels % DEPTH == 0 and apart["x"][-1] == 4 * p.in_channels
-        numbers = {
-            "channels": p.in_channels, "blocks": divided.blocks, "outputs": p.out_channels, "panels": divided.panels,
-            "panel_parts": divided.panel_parts, "lines": divided.lines, "columns": divided.columns,
-            "line_parts": divided.line_parts, "column_parts": divided.column_parts, "rows": divided.rows,
-            "zeros": self._zeros.ctypes.data, "panel_bytes": divided.panel_bytes, "apart": divided.apart,
-            "strip": places["strip"], "table": places["table"], "sums": places["sums"], "biases": places["biases"],
-            "splits": splits, "products": products, "finishes": finishes, "dense": int(dense),
-        }  # fmt: skip
-        told = {SPLIT[name]: value for name, value in numbers.items()}
-        for name, field in (("sizes", "size"), ("outs", "out"), ("kernel", "kernel"), ("stride", "stride"),
-                            ("dilation", "dilation"), ("before", "before")):  # fmt: skip
-            told |= dict(enumerate((getattr(axis, field) for axis in divided.axes), SPLIT[name]))
-        for name, channels in (("x", p.in_channels), ("y", p.out_channels)):
-            image, _, *space = apart[name]
-            strides = (0, 0, 4 * channels) if flat else (image, *[0] * (2 - p.dims), *space)
-            told |= dict(enumerate(strides, SPLIT[name]))
-        self._numbers = kernel_data(divided.units, places["size"], numbers_array(told, SPLIT_NUMBERS))

@@ -1,4 +1,4 @@
-"""Convolution in fp32 by the bf16 products of tile registers (Intel's AMX), of images whose channels lie innermost."""
+"""Convolution in fp32 by the bf16 products of tile registers (Intel's AMX)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from tilewise.plan import Config
 from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
-from tilewise.solvers.common.channels_last import reasons, strides_of
+from tilewise.solvers.common.channels_last import innermost
+from tilewise.solvers.common.cpu_run import numba_missing
 from tilewise.solvers.common.tiles import integer
 from tilewise.solvers.conv import ConvSolver
-from tilewise.solvers.products._split import Pixels, division, forms, in_tiles, may_use_tile_registers
+from tilewise.solvers.products._split import divisions, filter_bytes, forms, lies_in_planes, may_use_tile_registers
+from tilewise.solvers.products._split_run import SplitFilters, SplitRun
 
 __all__ = ["SplitProducts"]
 
@@ -27,14 +29,15 @@ class SplitProducts(ConvSolver):
     The products of parts are exact in fp32. Six of three parts have the accuracy of fp32, three of two parts an error
     of about 3e-6. A tile has ``rows`` pixels and 32 outputs, whose sums stay in registers over all taps and channels. A
     unit of work has ``lines`` by ``columns`` results, whose pixels are split once for all outputs, or for those of one
-    of ``panel_parts``. Filters, which must be constant, are kept in parts.
+    of ``panel_parts``. Constant filters are kept in parts, others are split at every call. The gradient of a strided
+    layer is computed for places that are alike modulo the stride, one after the other.
 
     Where an image or a filter holds infinities, results that read one may be NaN; numbers below 1e-33 count as fewer
     digits or none. At most ``threads`` threads are used; ``team`` says whether they are torch's.
     """
 
-    name, version = "split_products", 1
-    passes = frozenset({Pass.FPROP})
+    name, version = "split_products", 2
+    passes = frozenset({Pass.FPROP, Pass.DGRAD})
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
     dims = frozenset({1, 2})
@@ -46,12 +49,15 @@ class SplitProducts(ConvSolver):
     exact_memory = True
 
     def unsupported(self, p: ConvProblem) -> list[str]:
-        """Reasons: no Numba, no tile registers, channels that are not innermost, groups, filters that may change."""
-        found = reasons(p)
+        """Reasons: no Numba, no tile registers, images that are views, groups, 16-bit results."""
+        found = numba_missing()
+        for role in "xy":
+            if not innermost(p, role) and not lies_in_planes(p, role):
+                found.append(f"takes {role} contiguous or channels_last, not as {p.layout(role)}")
+        if p.out_dtype != "fp32":
+            found.append(f"gives fp32, not {p.out_dtype}")
         if p.groups > 1:
             found.append(f"takes one group, not {p.groups}")
-        if not p.constant_weight:
-            found.append("keeps filters in parts: constant_weight would do")
         if not found and not may_use_tile_registers():
             found.append("needs tile registers of bf16 (Intel's AMX), which this processor or its system lacks")
         return found
@@ -61,35 +67,34 @@ class SplitProducts(ConvSolver):
         return forms(p)
 
     def workspace(self, p: ConvProblem, c: Config) -> int:
-        """Bytes of every thread's parts of pixels."""
-        return integer(c, "threads") * division(p, c).places()["size"]
+        """Bytes of every thread's parts of pixels, and of filters in parts that are not kept."""
+        divided = divisions(p, c)
+        scratch = integer(c, "threads") * max(each.places()["size"] for each in divided)
+        return scratch + (0 if p.constant_weight else filter_bytes(divided))
 
     def constant(self, p: ConvProblem, c: Config) -> int:
-        """Bytes of the filter's parts."""
-        return division(p, c).filter_bytes
+        """Bytes of a constant filter's parts."""
+        return filter_bytes(divisions(p, c)) if p.constant_weight else 0
 
     def exactness(self, c: Config) -> object:
         """The number of parts."""
         return c.get("parts")
 
     def prepare(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> Prepare:
-        """What splits filters and puts them into tiles."""
-        divided = division(p, c)
-
-        def prepared(weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
-            in_tiles(divided, weight, kept)
-
-        return prepared
+        """What splits constant filters and puts them into tiles."""
+        return SplitFilters(c, divisions(p, c), weight).prepare
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
-        """Products of whole tiles, at the rate of so many parts."""
-        divided = division(p, c)
-        return Cost(divided.flops, p.bytes + divided.filter_bytes // 2, 1, RATE[divided.parts])
+        """Products of whole tiles at the rate of so many parts, and filters that are split."""
+        divided = divisions(p, c)
+        filters = filter_bytes(divided)
+        moved = p.bytes + (filters // 2 if p.constant_weight else 2 * filters)
+        return Cost(sum(each.flops for each in divided), moved, len(divided), RATE[divided[0].parts])
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels. Raises ``SolverUnavailable`` with the compiler's reason."""
         assert out is not None
         try:
-            return Pixels(p, c, strides_of(a, out)).run
+            return SplitRun(p, c, a, b, out).run
         except (KeyError, ValueError) as error:
             raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from tilewise.kernels.building.elsewhere import compiled_elsewhere
 from tilewise.kernels.cpu.channels_last.told import word_of
@@ -11,7 +10,7 @@ from tilewise.kernels.cpu.compiling import LOCK, Made, address_of, sandwiches_of
 
 __all__ = [
     "load_depthwise_last", "load_grouped", "load_indirect", "load_joined", "load_pixels", "load_separable",
-    "load_split_products", "load_winograd_last",
+    "load_winograd_last",
 ]  # fmt: skip
 
 
@@ -25,13 +24,12 @@ def _worker_last(lanes: int, name: str) -> int:
             indirect,
             pixels,
             separable,
-            split_products,
             winograd,
-        )  # fmt: skip
+        )
 
         makers = (
             indirect.indirect, depthwise.depthwise_last, winograd.winograd_last, pixels.means, pixels.scaled,
-            separable.separable, split_products.split_products,
+            separable.separable,
         )  # fmt: skip
         return next(maker for maker in makers if maker.__name__ == name)(lanes), 0
 
@@ -76,32 +74,6 @@ def load_indirect(
     with LOCK:
         whole, last = (_tile(lanes, rows, count, activation, far=far) for count in vectors)
         return _worker_last(lanes, "indirect"), whole, last
-
-
-@functools.cache
-def _with_tile_registers(name: str, of: str | int) -> int:
-    """The address of the function of tile registers that is called ``name``, made for ``of``."""
-
-    def make() -> Made:
-        from tilewise.kernels.cpu.channels_last import tile_registers as made
-
-        makers: dict[str, tuple[Any, int]] = {
-            "product": (made.product, made.PRODUCT_WORDS), "split": (made.split, made.SPLIT_WORDS),
-            "finish": (made.finish, made.FINISH_WORDS),
-        }  # fmt: skip
-        maker, words = makers[name]
-        return maker(of), words
-
-    return address_of(words_of("tile_registers", name, word_of(str(of))), make)
-
-
-@compiled_elsewhere
-def load_split_products(lanes: int, parts: int, activation: str) -> tuple[int, int, int, int]:
-    """The addresses of the worker, and of what splits numbers, multiplies their ``parts``, and finishes sums."""
-    with LOCK:
-        called = (("split", parts), ("product", parts), ("finish", activation))
-        split, product, finish = (_with_tile_registers(name, of) for name, of in called)
-        return _worker_last(lanes, "split_products"), split, product, finish
 
 
 @compiled_elsewhere

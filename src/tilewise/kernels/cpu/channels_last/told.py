@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
-    "DEPTH", "HALF", "INDIRECT", "JOINED", "JOINED_NUMBERS", "NUMBERS", "PIXELS", "SEPARABLE", "SEPARABLE_NUMBERS",
-    "SPLIT", "SPLIT_NUMBERS", "TILE", "TILE_LANES", "WINOGRAD", "WINOGRAD_NUMBERS", "word_of",
+    "INDIRECT", "JOINED", "JOINED_NUMBERS", "NUMBERS", "PIXELS", "SEPARABLE", "SEPARABLE_NUMBERS",
+    "WINOGRAD", "WINOGRAD_NUMBERS", "places", "word_of",
 ]  # fmt: skip
 
 
@@ -13,7 +13,7 @@ def word_of(activation: str) -> str:
     return activation.replace(":", "_").replace(".", "p").replace("-", "m").replace("+", "")
 
 
-def _places(*names: tuple[str, int] | str) -> tuple[dict[str, int], int]:
+def places(*names: tuple[str, int] | str) -> tuple[dict[str, int], int]:
     """The place of each name, with as many places as are given with it, and how many places there are in all."""
     places, count = {}, 0
     for entry in names:
@@ -23,7 +23,7 @@ def _places(*names: tuple[str, int] | str) -> tuple[dict[str, int], int]:
     return places, count
 
 
-INDIRECT, NUMBERS = _places(
+INDIRECT, NUMBERS = places(
     "channels", "outputs", "groups", "planes", "parts", "panel_parts", "panels", "tiles", "pixels", "rows", "width",
     ("sizes", 3), ("outs", 3), ("kernel", 3), ("stride", 3), ("dilation", 3), ("before", 3), ("x", 4), ("y", 4),
     ("added", 4), "residual", "bias", "zeros", "panel_bytes", "group_bytes", "table", "strip", "dummy", "biases",
@@ -38,7 +38,7 @@ count as one; ``interleave`` is what brings their channels into that order, and 
 ``all_channels`` and ``all_outputs``.
 """
 
-WINOGRAD, WINOGRAD_NUMBERS = _places(
+WINOGRAD, WINOGRAD_NUMBERS = places(
     "channels", "outputs", "blocks", "panel_parts", "panels", "tiles", "down", "along", "rows", "width", "padded",
     "points_down", "points_along", "outputs_down", "outputs_along", ("sizes", 2), ("outs", 2), ("before", 2), ("x", 3),
     ("y", 3), "residual", "bias", "zeros", "panel_bytes", "group_bytes", "read", "sums", "written", "added", "biases",
@@ -49,7 +49,7 @@ WINOGRAD, WINOGRAD_NUMBERS = _places(
 ``x`` and ``y`` have the byte strides of images, rows and columns.
 """
 
-SEPARABLE, SEPARABLE_NUMBERS = _places(
+SEPARABLE, SEPARABLE_NUMBERS = places(
     "pieces", "strip", "expands", "projects", "reach", "kept_rows", "line", "pixel", "ring", "middle", "middle_line",
     "middle_pixel", ("filters", 3), ("stages", 3 * NUMBERS),
 )  # fmt: skip
@@ -59,27 +59,10 @@ The rows that the depthwise stage reads are ``line`` bytes long and ``kept_rows`
 ``middle_line`` bytes long. ``filters`` are the places of each stage's filters behind the address of all.
 """
 
-TILE_LANES, DEPTH, HALF, TILE = 16, 32, 2, 1024
-"""Of tile registers: numbers of fp32 in a row, products of bf16 that an element sums at once, bytes of a number of
-bf16, and bytes of a register."""
-
-SPLIT, SPLIT_NUMBERS = _places(
-    "channels", "blocks", "outputs", "panels", "panel_parts", "lines", "columns", "line_parts", "column_parts", "rows",
-    ("sizes", 2), ("outs", 2), ("kernel", 2), ("stride", 2), ("dilation", 2), ("before", 2), ("x", 3), ("y", 3),
-    "residual", "bias", "zeros", "panel_bytes", "apart", "strip", "table", "sums", "biases", "splits", "products",
-    "finishes", "dense",
-)  # fmt: skip
-"""Numbers of convolutions by tile registers. Sizes are of height and width.
-
-``x`` and ``y`` have the byte strides of images, lines and columns. A unit has so many ``lines`` and ``columns`` of
-results, and a tile ``rows`` pixels. Parts of numbers lie ``apart`` bytes from each other. ``dense`` says that pixels
-follow each other in the image, with channels in whole blocks.
-"""
-
-PIXELS, _ = _places("channels", "count", "chunks", "parts", "image")
+PIXELS, _ = places("channels", "count", "chunks", "parts", "image")
 """Numbers of kernels over pixels: ``count`` pixels of ``channels`` in an image of ``image`` bytes."""
 
-JOINED, JOINED_NUMBERS = _places("pixels", "channels", "parts", "inputs", "scale", "shift")
+JOINED, JOINED_NUMBERS = places("pixels", "channels", "parts", "inputs", "scale", "shift")
 """Numbers of images that are joined: ``pixels`` of ``channels`` in all, and so many ``parts`` of the work.
 
 Each channel's factor lies at ``scale`` and its summand at ``shift``. Then follow the channels and the address of each

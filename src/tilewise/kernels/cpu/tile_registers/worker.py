@@ -1,4 +1,4 @@
-"""Convolution by products of tile registers, of images whose channels lie innermost.
+"""Convolution by products of tile registers.
 
 A unit of work is a range of lines and columns of results, and a range of panels of 32 output channels. It writes the
 bf16 parts of all pixels that the range reads, padded. Then for each panel it takes two tiles of pixels at a time, whose
@@ -11,25 +11,23 @@ import functools
 from collections.abc import Callable
 
 from tilewise.kernels.cpu.channels_last.loops import PLACE, copied, put
-from tilewise.kernels.cpu.channels_last.tile_registers import configured, released
-from tilewise.kernels.cpu.channels_last.told import DEPTH, HALF, TILE
-from tilewise.kernels.cpu.channels_last.told import SPLIT as OF
-from tilewise.kernels.cpu.channels_last.told import TILE_LANES as LANES
 from tilewise.kernels.cpu.channels_last.units import over_units
+from tilewise.kernels.cpu.tile_registers.products import configured, released
+from tilewise.kernels.cpu.tile_registers.told import DEPTH, FILTER, HALF, LANES, TILE, WIDE
+from tilewise.kernels.cpu.tile_registers.told import SPLIT as OF
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, pointer_call
 
-__all__ = ["split_products"]
+__all__ = ["fill_filters", "split_products"]
 
 CHANNELS, BLOCKS, OUTPUTS, PANELS = (OF[name] for name in ("channels", "blocks", "outputs", "panels"))
 PANEL_PARTS, LINES, COLUMNS = (OF[name] for name in ("panel_parts", "lines", "columns"))
 LINE_PARTS, COLUMN_PARTS, ROWS = (OF[name] for name in ("line_parts", "column_parts", "rows"))
-SIZES, OUTS, KERNEL, STRIDE = (OF[name] for name in ("sizes", "outs", "kernel", "stride"))
+SIZES, OUTS, TAPS, STRIDE = (OF[name] for name in ("sizes", "outs", "taps", "stride"))
 DILATION, BEFORE, X, Y = (OF[name] for name in ("dilation", "before", "x", "y"))
 RESIDUAL, BIAS, ZEROS, PANEL_BYTES = (OF[name] for name in ("residual", "bias", "zeros", "panel_bytes"))
 APART, STRIP, TABLE, SUMS, BIASES = (OF[name] for name in ("apart", "strip", "table", "sums", "biases"))
-SPLITS, PRODUCTS, FINISHES, DENSE = (OF[name] for name in ("splits", "products", "finishes", "dense"))
-WIDE = 2 * LANES
-"""Output channels of a panel."""
+SPLITS, PLANES, PRODUCTS, FINISHES = (OF[name] for name in ("splits", "planes", "products", "finishes"))
+X_CHANNEL, Y_CHANNEL, FIRST, DENSE = (OF[name] for name in ("x_channel", "y_channel", "first", "dense"))
 
 
 @functools.cache
@@ -73,7 +71,9 @@ def _strip(lanes: int) -> Callable[..., None]:
             # Zeros count as so many whole blocks.
             divide(v[SPLITS], 0, target, ahead * v[BLOCKS] * DEPTH, v[APART])
             begin = target + ahead * pixel
-            if v[DENSE]:
+            if v[PLANES]:
+                divide(v[PLANES], source, begin, there, v[CHANNELS], v[APART], v[X_CHANNEL], pixel)
+            elif v[DENSE]:
                 divide(v[SPLITS], source, begin, there * v[CHANNELS], v[APART])
             else:
                 for k in range(there):
@@ -94,15 +94,15 @@ def _panel(lanes: int) -> Callable[..., None]:
 
     @compiled(lanes)
     def run(v, w, y, other, scratch, panel, lines, columns, width):
-        rows, pixel, taps = v[ROWS], v[BLOCKS] * DEPTH * HALF, v[KERNEL] * v[KERNEL + 1]
+        rows, pixel, taps = v[ROWS], v[BLOCKS] * DEPTH * HALF, v[TAPS] * v[TAPS + 1]
         across = (columns + rows - 1) // rows
         tiles, pitch = lines * across, v[STRIDE + 1] * pixel
-        valid, shift = min(WIDE, v[OUTPUTS] - panel * WIDE), panel * WIDE * NUMBER
+        valid, shift = min(WIDE, v[OUTPUTS] - panel * WIDE), panel * WIDE * v[Y_CHANNEL]
         bias = v[ZEROS]
         if v[BIAS]:
             bias = scratch + v[BIASES]
             copy(0, bias, WIDE)
-            copy(v[BIAS] + shift, bias, valid)
+            copy(v[BIAS] + panel * WIDE * NUMBER, bias, valid)
         filters, strip, sums = w + panel * v[PANEL_BYTES], scratch + v[STRIP], scratch + v[SUMS]
         for tile in range(0, tiles, 2):
             line, column = tile // across, tile % across * rows
@@ -115,13 +115,15 @@ def _panel(lanes: int) -> Callable[..., None]:
             )
             place = line * v[Y + 1] + column * v[Y + 2] + shift
             more = other + place if v[RESIDUAL] else 0
-            complete(v[FINISHES], sums, min(rows, columns - column), y + place, v[Y + 2], more, v[Y + 2], valid)
+            complete(
+                v[FINISHES], sums, min(rows, columns - column), y + place, v[Y + 2], v[Y_CHANNEL], more, valid
+            )  # fmt: skip
             if last > tile:
                 place = next_line * v[Y + 1] + next_column * v[Y + 2] + shift
                 more = other + place if v[RESIDUAL] else 0
                 complete(
-                    v[FINISHES], sums + 2 * TILE, min(rows, columns - next_column), y + place, v[Y + 2], more, v[Y + 2],
-                    valid,
+                    v[FINISHES], sums + 2 * TILE, min(rows, columns - next_column), y + place, v[Y + 2], v[Y_CHANNEL],
+                    more, valid,
                 )  # fmt: skip
 
     return run
@@ -139,18 +141,19 @@ def _unit(lanes: int) -> Callable[..., None]:
         line_part, image = rest % v[LINE_PARTS], rest // v[LINE_PARTS]
         first_line, first_column = line_part * v[LINES], column_part * v[COLUMNS]
         lines, columns = min(v[LINES], v[OUTS] - first_line), min(v[COLUMNS], v[OUTS + 1] - first_column)
-        width = (columns - 1) * v[STRIDE + 1] + (v[KERNEL + 1] - 1) * v[DILATION + 1] + 1
-        height = (lines - 1) * v[STRIDE] + (v[KERNEL] - 1) * v[DILATION] + 1
-        strip(
-            v, x + image * v[X], scratch, first_line * v[STRIDE] - v[BEFORE], height,
-            first_column * v[STRIDE + 1] - v[BEFORE + 1], width,
-        )  # fmt: skip
+        width = (columns - 1) * v[STRIDE + 1] + (v[TAPS + 1] - 1) * v[DILATION + 1] + 1
+        height = (lines - 1) * v[STRIDE] + (v[TAPS] - 1) * v[DILATION] + 1
+        if v[TAPS] * v[TAPS + 1]:
+            strip(
+                v, x + image * v[X], scratch, first_line * v[STRIDE] - v[BEFORE], height,
+                first_column * v[STRIDE + 1] - v[BEFORE + 1], width,
+            )  # fmt: skip
         entry = scratch + v[TABLE]
-        for i in range(v[KERNEL]):
-            for j in range(v[KERNEL + 1]):
+        for i in range(v[TAPS]):
+            for j in range(v[TAPS + 1]):
                 write(entry, (i * v[DILATION] * width + j * v[DILATION + 1]) * v[BLOCKS] * DEPTH * HALF)
                 entry += PLACE
-        place = image * v[Y] + first_line * v[Y + 1] + first_column * v[Y + 2]
+        place = v[FIRST] + image * v[Y] + first_line * v[Y + 1] + first_column * v[Y + 2]
         other = v[RESIDUAL] + place if v[RESIDUAL] else 0
         sizes(scratch, v[ROWS])
         first, last = panel_part * v[PANELS] // v[PANEL_PARTS], (panel_part + 1) * v[PANELS] // v[PANEL_PARTS]
@@ -165,6 +168,49 @@ def split_products(lanes: int) -> Callable[..., None]:
     """Makes ``(data)``, which computes all units that no other thread takes.
 
     ``data`` begins as in :func:`tilewise.kernels.cpu.fused_fourier.kernel.convolve`, with the addresses of the image,
-    the filters and the result. Then follow the numbers of :data:`~tilewise.kernels.cpu.channels_last.told.SPLIT`.
+    the filters and the result. Then follow the numbers of :data:`~tilewise.kernels.cpu.tile_registers.told.SPLIT`.
     """
     return over_units(_unit(lanes), "split_products", lanes)
+
+
+@functools.cache
+def _fill() -> Callable[..., None]:
+    """Makes ``(w, kept, _, v, scratch, panel)``, which puts the filters of a panel into tiles."""
+    write, fill = put(), pointer_call()
+    blocks_, parts_, bytes_, fills = (FILTER[name] for name in ("blocks", "parts", "panel_bytes", "fills"))
+    channels_, outputs_, output, channel = (FILTER[name] for name in ("channels", "outputs", "output", "channel"))
+    taps_, first, step, tap = (FILTER[name] for name in ("taps", "first", "step", "tap"))
+
+    @compiled()
+    def run(w, kept, _, v, scratch, panel):
+        entry = scratch
+        for i in range(v[taps_]):
+            for j in range(v[taps_ + 1]):
+                along = (v[first + 1] + j * v[step + 1]) * v[tap + 1]
+                write(entry, (v[first] + i * v[step]) * v[tap] + along)
+                entry += PLACE
+        tiles = 2 * v[parts_] * TILE
+        # Output channels may be so far apart that few of their lines fit in the nearest cache: one vector at a time.
+        for half in range(2):
+            begin = panel * WIDE + half * LANES
+            for block in range(v[blocks_]):
+                target = kept + panel * v[bytes_] + block * tiles + half * TILE
+                for pair in range(LANES):
+                    i = block * DEPTH + 2 * pair
+                    fill(
+                        v[fills], w + begin * v[output] + i * v[channel], scratch, v[taps_] * v[taps_ + 1],
+                        target + pair * LANES * NUMBER, v[blocks_] * tiles, max(0, min(LANES, v[outputs_] - begin)),
+                        max(0, min(2, v[channels_] - i)), v[output], v[channel],
+                    )  # fmt: skip
+
+    return run
+
+
+def fill_filters(lanes: int) -> Callable[..., None]:
+    """Makes ``(data)``, which puts filters into tiles, in the order in which :func:`split_products` loads them.
+
+    That is: panel, tap, block of channels, part, vector of outputs, pair of channels, output, channel of the pair.
+    ``data`` has the addresses of the filters and of the tiles, then the numbers of
+    :data:`~tilewise.kernels.cpu.tile_registers.told.FILTER`.
+    """
+    return over_units(_fill(), "fill_filters", lanes)

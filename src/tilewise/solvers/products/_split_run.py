@@ -1,0 +1,164 @@
+"""Convolution by tile registers: the compiled kernels, for tensors of fixed strides."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tilewise.kernels.cpu.sizes import HEADER
+from tilewise.kernels.cpu.tile_registers.told import DEPTH, FILTER, FILTER_NUMBERS, SPLIT, SPLIT_NUMBERS, WIDE
+from tilewise.plan import Config
+from tilewise.problems.conv.problem import ConvProblem
+from tilewise.solvers.base import SolverUnavailable
+from tilewise.solvers.common.cpu_run import FinishingRun, byte_strides, kernel_data, numba_reasons, numbers_array, start
+from tilewise.solvers.common.tiles import integer
+from tilewise.solvers.products._split import (
+    Division,
+    divisions,
+    filter_bytes,
+    lies_in_planes,
+    may_use_tile_registers,
+)
+
+__all__ = ["SplitFilters", "SplitRun"]
+
+NUMBER = 4
+"""Bytes of an fp32 number."""
+
+
+def _strides(p: ConvProblem, role: str, divided: Division, given: list[int]) -> tuple[list[int], int]:
+    """The byte strides of images, lines and columns of a tensor, and that of its channels.
+
+    ``given`` are the tensor's own, of which those of axes with one element say nothing.
+    """
+    pixel = NUMBER if lies_in_planes(p, role) else NUMBER * p.shape(role)[1]
+    channel = given[1] if lies_in_planes(p, role) else NUMBER
+    if divided.flat:
+        return [given[0], 0, pixel], channel
+    return [given[0], *[0] * (2 - p.dims), *given[2:-1], pixel], channel
+
+
+class SplitFilters:
+    """What puts the filters of all divisions into tiles, one after the other."""
+
+    __slots__ = ("_calls", "_openmp", "_run", "_threads")
+
+    def __init__(self, c: Config, divided: list[Division], weight: torch.Tensor) -> None:
+        """Compile it, for weights with the strides of ``weight``. Raises ``SolverUnavailable`` with Numba's reason."""
+        from tilewise.kernels.cpu.tile_registers.compiling import load_fill_filters
+
+        p = divided[0].p
+        self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
+        with numba_reasons():
+            self._run, fills = load_fill_filters(divided[0].parts)
+        output, channel, *taps = byte_strides(weight)
+        if p.result == "x":
+            output, channel = channel, output
+        self._calls, place = [], 0
+        for each in divided:
+            numbers = {
+                "channels": each.channels, "blocks": each.blocks, "outputs": each.outputs, "parts": each.parts,
+                "panel_bytes": each.panel_bytes, "output": output, "channel": channel, "fills": fills,
+            }  # fmt: skip
+            told = {FILTER[name]: value for name, value in numbers.items()}
+            for name in ("taps", "first", "step"):
+                told |= dict(enumerate((getattr(axis, name) for axis in each.axes), FILTER[name]))
+            told |= dict(enumerate((*[0] * (2 - p.dims), *taps), FILTER["tap"]))
+            data = kernel_data(each.panels, each.places()["size"], numbers_array(told, FILTER_NUMBERS))
+            if each.taps:
+                self._calls.append((place, data))
+            place += each.filter_bytes
+
+    def prepare(self, weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
+        """Write the filters into ``kept`` in the order in which tile registers are loaded."""
+        assert workspace is not None
+        for place, data in self._calls:
+            start(self._run, data.copy(), self._threads, self._openmp, workspace.data_ptr(), weight.data_ptr(),
+                  kept.data_ptr() + place, 0)  # fmt: skip
+
+
+class _Pixels(FinishingRun):
+    """The compiled kernel over all units of work of a division, whose filters begin at ``place``."""
+
+    __slots__ = ("_place", "_zeros")
+
+    def __init__(self, c: Config, divided: Division, place: int, apart: dict[str, list[int]]) -> None:
+        """``apart`` holds the byte strides of x and y by role. Raises ``SolverUnavailable`` with Numba's reason."""
+        from tilewise.kernels.cpu.tile_registers.compiling import load_split_products
+
+        p = divided.p
+        super().__init__(c)
+        self._place = place
+        self._added = [HEADER + SPLIT[name] for name in ("bias", "residual") if getattr(p, name)]
+        self._zeros = np.zeros(WIDE, dtype=np.float32)
+        read, written = p.operands[0], p.result
+        finish = "finish"
+        if lies_in_planes(p, written):
+            finish = "finish_planes" if divided.axes[1].apart == 1 else "scatter_planes"
+        with numba_reasons():
+            self._kernel, splits, products, finishes, planes = load_split_products(
+                divided.parts, lies_in_planes(p, read), finish, p.activation
+            )
+        places = divided.places()
+        x, x_channel = _strides(p, read, divided, apart[read])
+        y, y_channel = _strides(p, written, divided, apart[written])
+        first = sum(axis.begin * step for axis, step in zip(divided.axes, y[1:], strict=True))
+        y = [y[0], *(axis.apart * step for axis, step in zip(divided.axes, y[1:], strict=True))]
+        numbers = {
+            "channels": divided.channels, "blocks": divided.blocks, "outputs": divided.outputs,
+            "panels": divided.panels, "panel_parts": divided.panel_parts, "lines": divided.lines,
+            "columns": divided.columns, "line_parts": divided.line_parts, "column_parts": divided.column_parts,
+            "rows": divided.rows, "x_channel": x_channel, "y_channel": y_channel, "first": first,
+            "zeros": self._zeros.ctypes.data, "panel_bytes": divided.panel_bytes, "apart": divided.apart,
+            "strip": places["strip"], "table": places["table"], "sums": places["sums"], "biases": places["biases"],
+            "splits": splits, "planes": planes, "products": products, "finishes": finishes,
+            "dense": int(divided.channels % DEPTH == 0),
+        }  # fmt: skip
+        told = {SPLIT[name]: value for name, value in numbers.items()}
+        for name, field in (("sizes", "size"), ("outs", "out"), ("taps", "taps"), ("stride", "stride"),
+                            ("dilation", "dilation"), ("before", "before")):  # fmt: skip
+            told |= dict(enumerate((getattr(axis, field) for axis in divided.axes), SPLIT[name]))
+        told |= dict(enumerate(x, SPLIT["x"])) | dict(enumerate(y, SPLIT["y"]))
+        self._numbers = kernel_data(divided.units, places["size"], numbers_array(told, SPLIT_NUMBERS))
+
+    def filters(self, b: torch.Tensor, workspace: torch.Tensor) -> int:
+        """The address of this division's filters in tiles; those of all begin at ``b``."""
+        return b.data_ptr() + self._place
+
+
+class SplitRun:
+    """The compiled kernels of all divisions, and of filters that may change. :meth:`run` runs them."""
+
+    __slots__ = ("_filters", "_kept", "_stages")
+
+    def __init__(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        """For tensors with these strides. Raises ``SolverUnavailable`` with Numba's reason."""
+        divided = divisions(p, c)
+        if not may_use_tile_registers():  # they are illegal instructions until the system is asked
+            raise SolverUnavailable("this process may not use tile registers")
+        self._filters = None if p.constant_weight else SplitFilters(c, divided, b)
+        self._kept = filter_bytes(divided)
+        apart = {p.operands[0]: byte_strides(a), p.result: byte_strides(out)}
+        self._stages, place = [], 0
+        for each in divided:
+            self._stages.append(_Pixels(c, each, place, apart))
+            place += each.filter_bytes
+
+    def run(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        *added: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run all kernels; ``b`` is the weight, or for a constant one what was prepared of it."""
+        assert out is not None
+        assert workspace is not None
+        if self._filters is not None:
+            kept = workspace[-self._kept :]
+            self._filters.prepare(b, kept, workspace)
+            b = kept
+        for stage in self._stages:
+            stage.run(a, b, out, workspace, *added)
+        return out
