@@ -102,7 +102,8 @@ def test_any_layer(p: ConvProblem, data: st.DataObject) -> None:
     divided = divisions(p, first)[0]
     height, width = divided.axes
     other = {
-        "rows": data.draw(st.integers(1, 16)), "lines": data.draw(st.integers(1, height.out)),
+        "rows": data.draw(st.integers(1, 16)), "images": data.draw(st.integers(1, divided.all_images)),
+        "lines": data.draw(st.integers(1, height.out)),
         "columns": data.draw(st.integers(1, width.out)),
         "panel_parts": data.draw(st.integers(1, divided.panels)), "threads": data.draw(st.integers(1, 3)),
     }  # fmt: skip
@@ -201,8 +202,16 @@ def test_what_it_is_not_for(reason: str) -> None:
 
 
 def wrong_configs() -> Iterator[Config]:
-    base = {"parts": 2, "rows": 7, "lines": 3, "columns": 7, "panel_parts": 1, "threads": 1}
-    for name, value in (("parts", 4), ("rows", 17), ("lines", 10), ("columns", 8), ("panel_parts", 3), ("threads", 0)):
+    base = {"parts": 2, "rows": 7, "images": 1, "lines": 3, "columns": 7, "panel_parts": 1, "threads": 1}
+    for name, value in (
+        ("parts", 4),
+        ("rows", 17),
+        ("images", 3),
+        ("lines", 10),
+        ("columns", 8),
+        ("panel_parts", 3),
+        ("threads", 0),
+    ):
         yield Config(**{**base, name: value})
     yield Config(**{name: value for name, value in base.items() if name != "rows"})
 

@@ -118,14 +118,15 @@ def lies_in_planes(p: ConvProblem, role: str) -> bool:
 class Division:
     """How the work is divided: units of ``lines`` by ``columns`` results and of panels, tiles of ``rows`` pixels.
 
-    ``axes`` say what the results of each of ``images`` read along height and width.
+    ``axes`` say what the results of each of ``all_images`` read along height and width. A unit has those of ``images``.
     """
 
     p: ConvProblem
-    images: int
+    all_images: int
     axes: tuple[Reach, Reach]
     parts: int
     rows: int
+    images: int
     lines: int
     columns: int
     panel_parts: int
@@ -173,7 +174,8 @@ class Division:
     @property
     def units(self) -> int:
         """Units of work."""
-        return self.images * self.line_parts * self.column_parts * self.panel_parts
+        groups = -(-self.all_images // self.images)
+        return groups * self.line_parts * self.column_parts * self.panel_parts
 
     @property
     def pixels(self) -> int:
@@ -182,7 +184,7 @@ class Division:
             (count - 1) * axis.stride + max(0, axis.taps - 1) * axis.dilation + 1
             for count, axis in zip((self.lines, self.columns), self.axes, strict=True)
         ]
-        return math.prod(reach)
+        return self.images * math.prod(reach)
 
     @property
     def apart(self) -> int:
@@ -192,7 +194,7 @@ class Division:
     @property
     def tiles(self) -> int:
         """Tiles of pixels of a unit."""
-        return self.lines * -(-self.columns // self.rows)
+        return self.images * self.lines * -(-self.columns // self.rows)
 
     @property
     def panel_bytes(self) -> int:
@@ -225,7 +227,7 @@ class Division:
         """Estimated time, in cycles of the busiest thread."""
         turns = -(-self.units // threads)
         across = -(-self.columns // self.rows)
-        pairs = -(-self.lines * across // 2)
+        pairs = -(-self.images * self.lines * across // 2)
         steps = self.taps * self.blocks * -(-self.panels // self.panel_parts)
         loads = 8 * (self.parts + (2 if self.parts == 2 else 4)) + 8 * (self.parts + 1)
         product = max(4 * PRODUCTS[self.parts] * self.rows, loads) + 16
@@ -241,18 +243,18 @@ def divisions(p: ConvProblem, c: Config) -> list[Division]:
 
     Raises ``KeyError`` or ``ValueError`` for what is no config of ``p``.
     """
-    names = "parts", "rows", "lines", "columns", "panel_parts"
+    names = "parts", "rows", "images", "lines", "columns", "panel_parts"
     found = [Division(p, *layer, *(integer(c, name) for name in names)) for layer in _layers(p)]
     integer(c, "threads")
     divided = found[0]
     height, width = divided.axes
     if divided.parts not in PRODUCTS or divided.rows > LANES:
         raise ValueError(f"parts={divided.parts}, rows={divided.rows}: 2 or 3 parts, and up to {LANES} rows, would do")
-    if divided.lines > height.out or divided.columns > width.out or divided.panel_parts > divided.panels:
-        raise ValueError(
-            f"lines={divided.lines}, columns={divided.columns}, panel_parts={divided.panel_parts}: up to {height.out}, "
-            f"{width.out} and {divided.panels} would do"
-        )
+    for name, most in (
+        ("images", divided.all_images), ("lines", height.out), ("columns", width.out), ("panel_parts", divided.panels),
+    ):  # fmt: skip
+        if getattr(divided, name) > most:
+            raise ValueError(f"{name}={getattr(divided, name)}: up to {most} would do")
     return found
 
 
@@ -269,7 +271,7 @@ def forms(p: ConvProblem) -> Iterable[Config]:
         ranked = sorted(_divisions(p, parts, threads), key=lambda divided: divided.time(threads))
         for divided in ranked[:2]:
             base = Config(
-                parts=parts, rows=divided.rows, lines=divided.lines, columns=divided.columns,
+                parts=parts, rows=divided.rows, images=divided.images, lines=divided.lines, columns=divided.columns,
                 panel_parts=divided.panel_parts, threads=min(threads, divided.units),
             )  # fmt: skip
             found += [(divided.time(threads), c) for c in with_teams(base)[:1]]
@@ -279,12 +281,20 @@ def forms(p: ConvProblem) -> Iterable[Config]:
 def _divisions(p: ConvProblem, parts: int, threads: int) -> Iterator[Division]:
     """Divisions worth comparing, of the results with most taps: a few sizes of ranges, and panels in parts."""
     images, (height, width) = max(_layers(p), key=lambda layer: layer[1][0].taps * layer[1][1].taps)
-    whole = Division(p, images, (height, width), parts, 1, 1, 1, 1)
-    if height is WHOLE and width.taps == 1 and width.stride == 1:
-        sizes = {(1, even(width.out, n)) for n in (32, 64, 96, 128, 192, 256)}
+    whole = Division(p, images, (height, width), parts, 1, 1, 1, 1, 1)
+    if whole.flat and width.taps == 1 and width.stride == 1:
+        to = LANES if lies_in_planes(p, p.result) else 1  # whole vectors of results
+        lengths = {-(-even(width.out, n) // to) * to for n in (32, 64, 96, 128, 192, 256)}
+        sizes = {(1, 1, min(width.out, length)) for length in lengths}
     else:
-        sizes = {(even(height.out, n), width.out) for n in range(1, min(height.out, 32) + 1)}
-    for (lines, columns), panel_parts in itertools.product(sorted(sizes), range(1, min(whole.panels, 2 * threads) + 1)):
-        divided = replace(whole, rows=even(columns, LANES), lines=lines, columns=columns, panel_parts=panel_parts)
-        if divided.parts * divided.apart <= STRIP or lines * columns <= 2 * LANES or lines == 1:
+        sizes = {(1, even(height.out, n), width.out) for n in range(1, min(height.out, 32) + 1)}
+        # Several small images: their filters are read once, and tiles have a neighbour.
+        sizes |= {(n, height.out, width.out) for n in (2, 4, 8) if n <= images and height.out <= 16}
+    for (count, lines, columns), panel_parts in itertools.product(
+        sorted(sizes), range(1, min(whole.panels, 2 * threads) + 1)
+    ):
+        divided = replace(
+            whole, rows=even(columns, LANES), images=count, lines=lines, columns=columns, panel_parts=panel_parts
+        )  # fmt: skip
+        if divided.parts * divided.apart <= STRIP or (count == 1 and (lines == 1 or columns * lines <= 2 * LANES)):
             yield divided

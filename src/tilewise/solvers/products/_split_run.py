@@ -106,8 +106,8 @@ class _Pixels(FinishingRun):
         y = [y[0], *(axis.apart * step for axis, step in zip(divided.axes, y[1:], strict=True))]
         numbers = {
             "channels": divided.channels, "blocks": divided.blocks, "outputs": divided.outputs,
-            "panels": divided.panels, "panel_parts": divided.panel_parts, "lines": divided.lines,
-            "columns": divided.columns, "line_parts": divided.line_parts, "column_parts": divided.column_parts,
+            "panels": divided.panels, "panel_parts": divided.panel_parts, "all_images": divided.all_images,
+            "images": divided.images, "lines": divided.lines, "columns": divided.columns, "line_parts": divided.line_parts, "column_parts": divided.column_parts,
             "rows": divided.rows, "x_channel": x_channel, "y_channel": y_channel, "first": first,
             "zeros": self._zeros.ctypes.data, "panel_bytes": divided.panel_bytes, "apart": divided.apart,
             "strip": places["strip"], "table": places["table"], "sums": places["sums"], "biases": places["biases"],

@@ -28,7 +28,7 @@ class SplitProducts(ConvSolver):
 
     The products of parts are exact in fp32. Six of three parts have the accuracy of fp32, three of two parts an error
     of about 3e-6. A tile has ``rows`` pixels and 32 outputs, whose sums stay in registers over all taps and channels. A
-    unit of work has ``lines`` by ``columns`` results, whose pixels are split once for all outputs, or for those of one
+    unit of work has ``lines`` by ``columns`` results of each of ``images``, whose pixels are split once for all outputs, or for those of one
     of ``panel_parts``. Constant filters are kept in parts, others are split at every call. The gradient of a strided
     layer is computed for places that are alike modulo the stride, one after the other.
 
@@ -36,7 +36,7 @@ class SplitProducts(ConvSolver):
     digits or none. At most ``threads`` threads are used; ``team`` says whether they are torch's.
     """
 
-    name, version = "split_products", 2
+    name, version = "split_products", 3
     passes = frozenset({Pass.FPROP, Pass.DGRAD})
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
@@ -44,7 +44,7 @@ class SplitProducts(ConvSolver):
     adds_bias = True
     adds_residual = True
     activations = frozenset(CONV_ACTIVATIONS)
-    amounts = frozenset({"rows", "lines", "columns", "panel_parts"})
+    amounts = frozenset({"rows", "images", "lines", "columns", "panel_parts"})
     error_bound = {"ieee": 1e-5, "tf32": 1e-5}  # noqa: RUF012
     exact_memory = True
 

@@ -124,35 +124,44 @@ def _split_planes(parts: int) -> Callable[..., None]:
     def emit(code: Code, arguments: Values) -> None:
         source, target, pixels, channels, apart, distance, pitch = arguments
         b, nothing = code.builder, masks.none(code)
-        halves = b.shl(b.udiv(b.add(channels, constant(DEPTH - 1)), constant(DEPTH)), constant(1))
-        pixel, to, left = variable(code, source), variable(code, target), variable(code, pixels)
+        blocks = b.udiv(b.add(channels, constant(DEPTH - 1)), constant(DEPTH))
+        plane, column, rest = variable(code, source), variable(code, target), variable(code, channels)
 
-        def write(place: ir.Value, at: ir.Value, rest: ir.Value, full: bool) -> None:
+        def write(place: ir.Value, at: ir.Value, left: ir.Value, given: int, full: bool) -> None:
             """Write :data:`LANES` channels of as many pixels; those that do not exist are zeros."""
             if full:
                 rows = [code.load(code.at(place, i, distance)) for i in range(LANES)]
             else:
-                inside = masks.below(code, b.load(left))
-                given = [b.select(b.icmp_signed(">", rest, constant(i)), inside, nothing) for i in range(LANES)]
-                rows = [masks.load(code, code.at(place, i, distance), given[i]) for i in range(LANES)]
+                inside = masks.below(code, left)
+                count = b.load(rest)
+                exists = [b.icmp_signed(">", count, constant(given + i)) for i in range(LANES)]
+                rows = [
+                    masks.load(code, code.at(place, i, distance), b.select(exists[i], inside, nothing))
+                    for i in range(LANES)
+                ]
             for i, vector in enumerate(transposed(code, rows)):
                 for part, bits in enumerate(_parts(code, parts, vector)):
                     upper = b.trunc(b.lshr(bits, code.whole(16)), ir.VectorType(ir.IntType(16), LANES))
                     there = code.at(code.at(at, i, pitch), part, apart)
                     b.store(upper, b.inttoptr(there, upper.type.as_pointer()), align=HALF)
 
-        with looped(code, b.udiv(b.add(pixels, constant(LANES - 1)), constant(LANES))):
-            place, at, rest = variable(code, b.load(pixel)), variable(code, b.load(to)), variable(code, channels)
-            with looped(code, halves):
-                fewer = b.select(b.icmp_signed("<", b.load(left), b.load(rest)), b.load(left), b.load(rest))
-                test = b.icmp_signed(">=", fewer, constant(LANES))
-                either(code, test, functools.partial(write, b.load(place), b.load(at), b.load(rest)))
-                b.store(b.add(b.load(place), b.mul(distance, constant(LANES))), place)
-                advanced(code, at, LANES * HALF)
-                advanced(code, rest, -LANES)
-            advanced(code, pixel, LANES * NUMBER)
-            b.store(b.add(b.load(to), b.mul(pitch, constant(LANES))), to)
-            advanced(code, left, -LANES)
+        # Along a plane first: memory that is read in order comes ahead of its use.
+        with looped(code, blocks):
+            place, at, left = variable(code, b.load(plane)), variable(code, b.load(column)), variable(code, pixels)
+            with looped(code, b.udiv(b.add(pixels, constant(LANES - 1)), constant(LANES))):
+                for half in range(2):
+                    given = half * LANES
+                    enough = b.icmp_signed(">=", b.load(rest), constant(given + LANES))
+                    test = b.and_(enough, b.icmp_signed(">=", b.load(left), constant(LANES)))
+                    start = code.at(b.load(place), given, distance)
+                    end = code.at(b.load(at), given * HALF)
+                    either(code, test, functools.partial(write, start, end, b.load(left), given))
+                advanced(code, place, LANES * NUMBER)
+                b.store(b.add(b.load(at), b.mul(pitch, constant(LANES))), at)
+                advanced(code, left, -LANES)
+            b.store(b.add(b.load(plane), b.mul(distance, constant(DEPTH))), plane)
+            advanced(code, column, DEPTH * HALF)
+            advanced(code, rest, -DEPTH)
 
     return intrinsic_of_any(LANES, emit)
 

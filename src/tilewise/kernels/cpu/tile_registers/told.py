@@ -13,7 +13,8 @@ WIDE = 2 * LANES
 """Output channels of a panel."""
 
 SPLIT, SPLIT_NUMBERS = places(
-    "channels", "blocks", "outputs", "panels", "panel_parts", "lines", "columns", "line_parts", "column_parts", "rows",
+    "channels", "blocks", "outputs", "panels", "panel_parts", "all_images", "images", "lines", "columns", "line_parts",
+    "column_parts", "rows",
     ("sizes", 2), ("outs", 2), ("taps", 2), ("stride", 2), ("dilation", 2), ("before", 2), ("x", 3), ("y", 3),
     "x_channel", "y_channel", "first", "residual", "bias", "zeros", "panel_bytes", "apart", "strip", "table", "sums",
     "biases", "splits", "planes", "products", "finishes", "dense",
@@ -21,8 +22,8 @@ SPLIT, SPLIT_NUMBERS = places(
 """Numbers of convolutions by tile registers. Sizes are of height and width.
 
 ``x`` and ``y`` have the byte strides of images, lines and columns, ``x_channel`` and ``y_channel`` those of channels.
-Results begin ``first`` bytes behind the address of y. A unit has so many ``lines`` and ``columns`` of results, and a
-tile ``rows`` pixels. Parts of numbers lie ``apart`` bytes from each other. ``planes`` splits pixels whose channels are
+Results begin ``first`` bytes behind the address of y. A unit has so many ``lines`` and ``columns`` of results of each of
+``images`` of ``all_images``, and a tile ``rows`` pixels. Parts of numbers lie ``apart`` bytes from each other. ``planes`` splits pixels whose channels are
 no neighbours; it is 0 where they are. ``dense`` says that pixels follow each other, with channels in whole blocks.
 """
 

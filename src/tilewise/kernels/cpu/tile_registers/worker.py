@@ -27,6 +27,7 @@ DILATION, BEFORE, X, Y = (OF[name] for name in ("dilation", "before", "x", "y"))
 RESIDUAL, BIAS, ZEROS, PANEL_BYTES = (OF[name] for name in ("residual", "bias", "zeros", "panel_bytes"))
 APART, STRIP, TABLE, SUMS, BIASES = (OF[name] for name in ("apart", "strip", "table", "sums", "biases"))
 SPLITS, PLANES, PRODUCTS, FINISHES = (OF[name] for name in ("splits", "planes", "products", "finishes"))
+ALL_IMAGES, IMAGES = OF["all_images"], OF["images"]
 X_CHANNEL, Y_CHANNEL, FIRST, DENSE = (OF[name] for name in ("x_channel", "y_channel", "first", "dense"))
 
 
@@ -52,7 +53,7 @@ def _sizes() -> Callable[..., None]:
 
 @functools.cache
 def _strip(lanes: int) -> Callable[..., None]:
-    """Makes ``(v, x, scratch, line, lines, column, width)``, which splits what a range of results reads.
+    """Makes ``(v, x, strip, line, lines, column, width)``, which splits what a range of an image's results reads.
 
     It reads ``lines`` lines from ``line`` on and ``width`` columns from ``column`` on, of which some may lie outside of
     the image.
@@ -60,10 +61,10 @@ def _strip(lanes: int) -> Callable[..., None]:
     divide = pointer_call()
 
     @compiled(lanes)
-    def run(v, x, scratch, line, lines, column, width):
+    def run(v, x, strip, line, lines, column, width):
         pixel = v[BLOCKS] * DEPTH * HALF
         for i in range(lines):
-            target = scratch + v[STRIP] + i * width * pixel
+            target = strip + i * width * pixel
             inside = 0 <= line + i < v[SIZES]
             ahead = min(max(0, -column), width) if inside else width
             there = max(0, min(v[SIZES + 1] - (column + ahead), width - ahead)) if inside else 0
@@ -86,17 +87,18 @@ def _strip(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def _panel(lanes: int) -> Callable[..., None]:
-    """Makes ``(v, w, y, other, scratch, panel, lines, columns, width)``, which computes a panel of a range of results.
+    """Makes ``(v, w, y, other, scratch, panel, images, lines, columns, height, width)``, which computes a panel.
 
-    ``y`` and ``other`` are where the range begins in the result and in what is added.
+    That is of a range of ``lines`` by ``columns`` results of each of ``images``, which read ``height`` by ``width``
+    pixels. ``y`` and ``other`` are where the range begins in the result and in what is added.
     """
     multiply, complete, copy = pointer_call(), pointer_call(), copied(lanes)
 
     @compiled(lanes)
-    def run(v, w, y, other, scratch, panel, lines, columns, width):
+    def run(v, w, y, other, scratch, panel, images, lines, columns, height, width):
         rows, pixel, taps = v[ROWS], v[BLOCKS] * DEPTH * HALF, v[TAPS] * v[TAPS + 1]
         across = (columns + rows - 1) // rows
-        tiles, pitch = lines * across, v[STRIDE + 1] * pixel
+        tiles, pitch = images * lines * across, v[STRIDE + 1] * pixel
         valid, shift = min(WIDE, v[OUTPUTS] - panel * WIDE), panel * WIDE * v[Y_CHANNEL]
         bias = v[ZEROS]
         if v[BIAS]:
@@ -104,25 +106,22 @@ def _panel(lanes: int) -> Callable[..., None]:
             copy(0, bias, WIDE)
             copy(v[BIAS] + panel * WIDE * NUMBER, bias, valid)
         filters, strip, sums = w + panel * v[PANEL_BYTES], scratch + v[STRIP], scratch + v[SUMS]
+        first = second = strip
         for tile in range(0, tiles, 2):
-            line, column = tile // across, tile % across * rows
-            last = min(tile + 1, tiles - 1)
-            next_line, next_column = last // across, last % across * rows
-            first = strip + (line * v[STRIDE] * width + column * v[STRIDE + 1]) * pixel
-            second = strip + (next_line * v[STRIDE] * width + next_column * v[STRIDE + 1]) * pixel
+            for i in range(2):  # what the two tiles read; a last one without another is computed twice
+                at = min(tile + i, tiles - 1)
+                line = at // across
+                row = line // lines * height + line % lines * v[STRIDE]
+                first, second = second, strip + (row * width + at % across * rows * v[STRIDE + 1]) * pixel
             multiply(
                 v[PRODUCTS], first, second, pitch, v[APART], scratch + v[TABLE], taps, v[BLOCKS], filters, bias, sums
             )
-            place = line * v[Y + 1] + column * v[Y + 2] + shift
-            more = other + place if v[RESIDUAL] else 0
-            complete(
-                v[FINISHES], sums, min(rows, columns - column), y + place, v[Y + 2], v[Y_CHANNEL], more, valid
-            )  # fmt: skip
-            if last > tile:
-                place = next_line * v[Y + 1] + next_column * v[Y + 2] + shift
+            for i in range(min(2, tiles - tile)):
+                line, column = (tile + i) // across, (tile + i) % across * rows
+                place = line // lines * v[Y] + line % lines * v[Y + 1] + column * v[Y + 2] + shift
                 more = other + place if v[RESIDUAL] else 0
                 complete(
-                    v[FINISHES], sums + 2 * TILE, min(rows, columns - next_column), y + place, v[Y + 2], v[Y_CHANNEL],
+                    v[FINISHES], sums + 2 * i * TILE, min(rows, columns - column), y + place, v[Y + 2], v[Y_CHANNEL],
                     more, valid,
                 )  # fmt: skip
 
@@ -138,27 +137,30 @@ def _unit(lanes: int) -> Callable[..., None]:
     def run(x, w, y, v, scratch, unit):
         panel_part, rest = unit % v[PANEL_PARTS], unit // v[PANEL_PARTS]
         column_part, rest = rest % v[COLUMN_PARTS], rest // v[COLUMN_PARTS]
-        line_part, image = rest % v[LINE_PARTS], rest // v[LINE_PARTS]
+        line_part, image = rest % v[LINE_PARTS], rest // v[LINE_PARTS] * v[IMAGES]
+        images = min(v[IMAGES], v[ALL_IMAGES] - image)
         first_line, first_column = line_part * v[LINES], column_part * v[COLUMNS]
         lines, columns = min(v[LINES], v[OUTS] - first_line), min(v[COLUMNS], v[OUTS + 1] - first_column)
         width = (columns - 1) * v[STRIDE + 1] + (v[TAPS + 1] - 1) * v[DILATION + 1] + 1
         height = (lines - 1) * v[STRIDE] + (v[TAPS] - 1) * v[DILATION] + 1
+        pixel = v[BLOCKS] * DEPTH * HALF
         if v[TAPS] * v[TAPS + 1]:
-            strip(
-                v, x + image * v[X], scratch, first_line * v[STRIDE] - v[BEFORE], height,
-                first_column * v[STRIDE + 1] - v[BEFORE + 1], width,
-            )  # fmt: skip
+            for i in range(images):
+                strip(
+                    v, x + (image + i) * v[X], scratch + v[STRIP] + i * height * width * pixel,
+                    first_line * v[STRIDE] - v[BEFORE], height, first_column * v[STRIDE + 1] - v[BEFORE + 1], width,
+                )  # fmt: skip
         entry = scratch + v[TABLE]
         for i in range(v[TAPS]):
             for j in range(v[TAPS + 1]):
-                write(entry, (i * v[DILATION] * width + j * v[DILATION + 1]) * v[BLOCKS] * DEPTH * HALF)
+                write(entry, (i * v[DILATION] * width + j * v[DILATION + 1]) * pixel)
                 entry += PLACE
         place = v[FIRST] + image * v[Y] + first_line * v[Y + 1] + first_column * v[Y + 2]
         other = v[RESIDUAL] + place if v[RESIDUAL] else 0
         sizes(scratch, v[ROWS])
         first, last = panel_part * v[PANELS] // v[PANEL_PARTS], (panel_part + 1) * v[PANELS] // v[PANEL_PARTS]
         for panel in range(first, last):
-            panels(v, w, y + place, other, scratch, panel, lines, columns, width)
+            panels(v, w, y + place, other, scratch, panel, images, lines, columns, height, width)
         release()
 
     return run
