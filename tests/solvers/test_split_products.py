@@ -203,15 +203,8 @@ def test_what_it_is_not_for(reason: str) -> None:
 
 def wrong_configs() -> Iterator[Config]:
     base = {"parts": 2, "rows": 7, "images": 1, "lines": 3, "columns": 7, "panel_parts": 1, "threads": 1}
-    for name, value in (
-        ("parts", 4),
-        ("rows", 17),
-        ("images", 3),
-        ("lines", 10),
-        ("columns", 8),
-        ("panel_parts", 3),
-        ("threads", 0),
-    ):
+    most = {"parts": 3, "rows": 16, "images": 2, "lines": 9, "columns": 7, "panel_parts": 2, "threads": -1}
+    for name, value in ((name, value + 1) for name, value in most.items()):
         yield Config(**{**base, name: value})
     yield Config(**{name: value for name, value in base.items() if name != "rows"})
 

@@ -24,6 +24,11 @@ __all__ = ["SplitFilters", "SplitRun"]
 
 NUMBER = 4
 """Bytes of an fp32 number."""
+OF_DIVISIONS = (
+    "channels", "blocks", "outputs", "panels", "panel_parts", "all_images", "images", "lines", "columns", "line_parts",
+    "column_parts", "rows", "panel_bytes", "apart",
+)  # fmt: skip
+"""The numbers of a kernel that are those of its division."""
 
 
 def _strides(p: ConvProblem, role: str, divided: Division, given: list[int]) -> tuple[list[int], int]:
@@ -105,14 +110,10 @@ class _Pixels(FinishingRun):
         first = sum(axis.begin * step for axis, step in zip(divided.axes, y[1:], strict=True))
         y = [y[0], *(axis.apart * step for axis, step in zip(divided.axes, y[1:], strict=True))]
         numbers = {
-            "channels": divided.channels, "blocks": divided.blocks, "outputs": divided.outputs,
-            "panels": divided.panels, "panel_parts": divided.panel_parts, "all_images": divided.all_images,
-            "images": divided.images, "lines": divided.lines, "columns": divided.columns, "line_parts": divided.line_parts, "column_parts": divided.column_parts,
-            "rows": divided.rows, "x_channel": x_channel, "y_channel": y_channel, "first": first,
-            "zeros": self._zeros.ctypes.data, "panel_bytes": divided.panel_bytes, "apart": divided.apart,
-            "strip": places["strip"], "table": places["table"], "sums": places["sums"], "biases": places["biases"],
-            "splits": splits, "planes": planes, "products": products, "finishes": finishes,
-            "dense": int(divided.channels % DEPTH == 0),
+            **{name: getattr(divided, name) for name in OF_DIVISIONS}, "x_channel": x_channel, "y_channel": y_channel,
+            "first": first, "zeros": self._zeros.ctypes.data, "strip": places["strip"], "table": places["table"],
+            "sums": places["sums"], "biases": places["biases"], "splits": splits, "planes": planes,
+            "products": products, "finishes": finishes, "dense": int(divided.channels % DEPTH == 0),
         }  # fmt: skip
         told = {SPLIT[name]: value for name, value in numbers.items()}
         for name, field in (("sizes", "size"), ("outs", "out"), ("taps", "taps"), ("stride", "stride"),

@@ -28,9 +28,9 @@ class SplitProducts(ConvSolver):
 
     The products of parts are exact in fp32. Six of three parts have the accuracy of fp32, three of two parts an error
     of about 3e-6. A tile has ``rows`` pixels and 32 outputs, whose sums stay in registers over all taps and channels. A
-    unit of work has ``lines`` by ``columns`` results of each of ``images``, whose pixels are split once for all outputs, or for those of one
-    of ``panel_parts``. Constant filters are kept in parts, others are split at every call. The gradient of a strided
-    layer is computed for places that are alike modulo the stride, one after the other.
+    unit of work has ``lines`` by ``columns`` results of each of ``images``. Their pixels are split once for all
+    outputs, or for those of one of ``panel_parts``. Constant filters are kept in parts, others are split at every call.
+    The gradient of a strided layer is computed for places that are alike modulo the stride, one after the other.
 
     Where an image or a filter holds infinities, results that read one may be NaN; numbers below 1e-33 count as fewer
     digits or none. At most ``threads`` threads are used; ``team`` says whether they are torch's.

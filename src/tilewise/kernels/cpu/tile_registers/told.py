@@ -22,9 +22,10 @@ SPLIT, SPLIT_NUMBERS = places(
 """Numbers of convolutions by tile registers. Sizes are of height and width.
 
 ``x`` and ``y`` have the byte strides of images, lines and columns, ``x_channel`` and ``y_channel`` those of channels.
-Results begin ``first`` bytes behind the address of y. A unit has so many ``lines`` and ``columns`` of results of each of
-``images`` of ``all_images``, and a tile ``rows`` pixels. Parts of numbers lie ``apart`` bytes from each other. ``planes`` splits pixels whose channels are
-no neighbours; it is 0 where they are. ``dense`` says that pixels follow each other, with channels in whole blocks.
+Results begin ``first`` bytes behind the address of y. A unit has so many ``lines`` and ``columns`` of results of each
+of ``images`` of ``all_images``, and a tile ``rows`` pixels. Parts of numbers lie ``apart`` bytes from each other.
+``planes`` splits pixels whose channels are no neighbours; it is 0 where they are. ``dense`` says that pixels follow
+each other, with channels in whole blocks.
 """
 
 FILTER, FILTER_NUMBERS = places(
