@@ -12,6 +12,7 @@ import torch
 from tests import toys
 from tests.nn.regions.kept import images, net
 
+from tilewise import solvers
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.regions import region
 from tilewise.nn.regions.layouts import Way
@@ -198,6 +199,6 @@ def test_alternatives_of_a_planner_are_what_it_measured(tmp_path: Path) -> None:
     found = planner.alternatives(problem)
     assert len(found) >= 2
     assert [p.time_ms for p in found] == sorted(p.time_ms for p in found)
-    kinds = [(p.solver, p.config.get("tile")) for p in found]
+    kinds = [(p.solver, solvers.get(p.solver).exactness(p.config)) for p in found]
     assert len(set(kinds)) == len(kinds)
     assert torch.isfinite(torch.tensor([p.time_ms for p in found], dtype=torch.float64, device="cpu")).all()

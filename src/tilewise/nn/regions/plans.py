@@ -17,8 +17,9 @@ from tilewise.problems.base import Problem
 
 __all__ = ["RegionPlans"]
 
-NEAR, NEAR_MS, MOST_OTHERS = 1.5, 0.2, 3
-"""So many other plans are tried in their place, of those within so many times the best's time, and more."""
+NEAR, FAR, NEAR_MS, MOST_OTHERS = 1.5, 2.5, 0.2, 3
+"""So many other plans are tried in their place, of those within so many times the best's time, and more. Plans of
+another kind may take the larger factor."""
 
 
 class RegionPlans:
@@ -48,9 +49,7 @@ class RegionPlans:
             if plan is not None:
                 options = table.constraints(problem, deterministic)
                 others = [p for p in table.planner.alternatives(problem, options) if _what(p) != _what(plan)]
-                most = NEAR * plan.time_ms + NEAR_MS
-                near = _unlike_first(plan, [p for p in others if p.time_ms <= most])
-                found[problem] = [plan, *near[:MOST_OTHERS]]
+                found[problem] = [plan, *_near(plan, others)[:MOST_OTHERS]]
                 self._note(problem, plan)
         return found
 
@@ -92,17 +91,21 @@ class RegionPlans:
         self._errors[problem, plan] = 0.0 if plan.error is None else plan.error.l2
 
 
-def _unlike_first(best: Plan, plans: Sequence[Plan]) -> list[Plan]:
-    """``plans`` with those first that have errors of their own: the fastest of each kind, as solvers tell these apart.
+def _near(best: Plan, plans: Sequence[Plan]) -> list[Plan]:
+    """Those of ``plans`` that may be as fast in their place as ``best``, and the fastest of each kind within more.
 
-    Where the best plans of all layers are together not exact enough, others are there whose times are known.
+    Kinds, as solvers tell them apart, have errors of their own, and come first. Where the best plans of all layers are
+    together not exact enough, others are there whose times are known, and nothing has to be searched.
     """
     seen = {_kind(best)}
     first: list[Plan] = []
     rest: list[Plan] = []
     for plan in plans:
-        (rest if _kind(plan) in seen else first).append(plan)
-        seen.add(_kind(plan))
+        if _kind(plan) not in seen and plan.time_ms <= FAR * best.time_ms + NEAR_MS:
+            first.append(plan)
+            seen.add(_kind(plan))
+        elif plan.time_ms <= NEAR * best.time_ms + NEAR_MS:
+            rest.append(plan)
     return [*first, *rest]
 
 

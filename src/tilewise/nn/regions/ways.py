@@ -73,6 +73,10 @@ class Deferred:
     reader: str
 
 
+SOME = 1 << 16
+"""Different numbers of a tensor that is measured with."""
+
+
 class Times:
     """What operators take in milliseconds on ``device``, each measured once; conversions between formats as well."""
 
@@ -89,20 +93,27 @@ class Times:
     def example(self, shape: Sequence[int], strides: Strides, dtype: torch.dtype) -> Tensor:
         """A tensor to measure with: normal numbers, or zeros where the dtype has no fractions."""
         tensor = torch.empty_strided(tuple(shape), strides, dtype=dtype, device=self.device)
-        if dtype.is_floating_point:
+        if not dtype.is_floating_point:
+            return tensor.zero_()
+        count = tensor.numel()
+        if count <= SOME or 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) != count:
             return tensor.normal_(generator=torch.Generator(self.device).manual_seed(0))
-        return tensor.zero_()
+        some = torch.empty(SOME, dtype=dtype, device=self.device)
+        some.normal_(generator=torch.Generator(self.device).manual_seed(0))
+        whole = count // SOME * SOME  # the same numbers over and over: to draw millions takes longer than to measure
+        numbers = tensor.as_strided((count,), (1,))
+        numbers[:whole].view(-1, SOME).copy_(some)
+        numbers[whole:].copy_(some[: count - whole])
+        return tensor
 
     def conversion(self, value: Tensor) -> float:
         """What it takes to copy a tensor into another format."""
         shape, dtype = tuple(value.shape), value.dtype
-        first, last = formats(shape)[0], formats(shape)[-1]
-
-        def run() -> None:
-            target.copy_(source)
-
-        source, target = self.example(shape, last, dtype), self.example(shape, first, dtype)
-        return self.of(("conversion", shape, dtype), run)
+        key = "conversion", shape, dtype
+        if key not in self._known:
+            source, target = (self.example(shape, formats(shape)[i], dtype) for i in (-1, 0))
+            self.of(key, lambda: target.copy_(source))
+        return self._known[key]
 
 
 def ways_of(
