@@ -22,12 +22,13 @@ from tilewise.kernels.cpu.channels_last.loops import (
     intrinsic_of_any,
     looped,
     number,
+    put,
     variable,
 )
 from tilewise.kernels.cpu.tile_registers.told import DEPTH, HALF, LANES, TILE
-from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, named
+from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, compiled, named
 
-__all__ = ["PRODUCT_WORDS", "configured", "product", "released"]
+__all__ = ["ORDER", "PRODUCT_WORDS", "SUMS", "by_tiles", "multiplied", "product", "released", "sized"]
 
 PRODUCT_WORDS = 10
 """The number of integers that :func:`product` takes."""
@@ -37,7 +38,7 @@ SUMS, PIXELS, FILTERS = (0, 1, 2, 3), (4, 5), (6, 7)
 """Tile registers: those of sums, of two tiles of pixels, and of two tiles of filters."""
 
 
-def _called(code: Code, name: str, *arguments: ir.Value | int) -> None:
+def by_tiles(code: Code, name: str, *arguments: ir.Value | int) -> None:
     """Call an intrinsic of the tile registers. Numbers are registers, integers with 64 bits are addresses or steps."""
     byte, values = ir.IntType(8), []
     for position, argument in enumerate(arguments):
@@ -51,15 +52,35 @@ def _called(code: Code, name: str, *arguments: ir.Value | int) -> None:
 
 
 @functools.cache
-def configured() -> Callable[..., None]:
+def _configured() -> Callable[..., None]:
     """Makes ``(address)``, which sets the sizes of the tile registers to those of the 64 bytes there."""
-    return intrinsic_of_any(LANES, lambda code, arguments: _called(code, "ldtilecfg", arguments[0]))
+    return intrinsic_of_any(LANES, lambda code, arguments: by_tiles(code, "ldtilecfg", arguments[0]))
+
+
+@functools.cache
+def sized() -> Callable[..., None]:
+    """Makes ``(scratch, rows)``, which sets the tile registers to ``rows`` pixels, and the filters' to 16 pairs."""
+    write, configure = put(), _configured()
+
+    @compiled()
+    def run(scratch, rows):
+        for i in range(8):
+            write(scratch + i * PLACE, 0)
+        write(scratch, 1)
+        wide = LANES * NUMBER * (1 + (1 << 16) + (1 << 32) + (1 << 48))
+        write(scratch + 2 * PLACE, wide)
+        write(scratch + 3 * PLACE, wide)
+        both = rows * (1 + (1 << 8) + (1 << 16) + (1 << 24) + (1 << 32) + (1 << 40))
+        write(scratch + 6 * PLACE, both + LANES * ((1 << 48) + (1 << 56)))
+        configure(scratch)
+
+    return run
 
 
 @functools.cache
 def released() -> Callable[..., None]:
     """Makes ``()``, which says that the tile registers are of no more use."""
-    return intrinsic_of_any(LANES, lambda code, arguments: _called(code, "tilerelease"))
+    return intrinsic_of_any(LANES, lambda code, arguments: by_tiles(code, "tilerelease"))
 
 
 @functools.cache
@@ -70,38 +91,45 @@ def _product(parts: int) -> Callable[..., None]:
         first, second, pitch, apart, table, taps, blocks, filters, bias, sums = arguments
         b = code.builder
         for register in SUMS:  # every row of a tile of sums begins with the bias
-            _called(code, "tileloadd64", register, code.at(bias, register % 2 * LANES * NUMBER), constant(0))
+            by_tiles(code, "tileloadd64", register, code.at(bias, register % 2 * LANES * NUMBER), constant(0))
         entry, weight = variable(code, table), variable(code, filters)
         with looped(code, taps):
             offset = number(code, b.load(entry))
             places = [variable(code, b.add(start, offset)) for start in (first, second)]
             with looped(code, blocks):
-                _multiplied(code, parts, [b.load(place) for place in places], (pitch, apart), b.load(weight))
+                pixels = [b.load(place) for place in places]
+                multiplied(code, parts, pixels, (pitch, apart), b.load(weight), constant(TILE))
                 for place in places:
                     advanced(code, place, DEPTH * HALF)
                 advanced(code, weight, 2 * parts * TILE)
             advanced(code, entry, PLACE)
         for register in SUMS:
-            _called(code, "tilestored64", register, code.at(sums, register * TILE), constant(LANES * NUMBER))
+            by_tiles(code, "tilestored64", register, code.at(sums, register * TILE), constant(LANES * NUMBER))
 
     return intrinsic_of_any(LANES, emit)
 
 
-def _multiplied(code: Code, parts: int, pixels: list[ir.Value], steps: Sequence[ir.Value], weight: ir.Value) -> None:
-    """Add the products of all pairs of parts, of one tap and :data:`DEPTH` channels."""
+def multiplied(
+    code: Code, parts: int, pixels: list[ir.Value], steps: Sequence[ir.Value], weight: ir.Value, tile: ir.Value
+) -> None:
+    """Add the products of all pairs of parts, of one tap and a depth of :data:`DEPTH`.
+
+    ``steps`` are the bytes between rows of tiles and between parts of ``pixels``. Tiles of ``weight``, two of each
+    part, are ``tile`` bytes apart.
+    """
     pitch, apart = steps
     held: tuple[int, int] = (-1, -1)
     for mine, other in ORDER[parts]:
         if mine != held[0]:
             for register, place in zip(PIXELS, pixels, strict=True):
-                _called(code, "tileloadd64", register, code.at(place, mine, apart), pitch)
+                by_tiles(code, "tileloadd64", register, code.at(place, mine, apart), pitch)
         if other != held[1]:
             for i, register in enumerate(FILTERS):
-                place = code.at(weight, (2 * other + i) * TILE)
-                _called(code, "tileloadd64", register, place, constant(LANES * NUMBER))
+                place = code.at(weight, 2 * other + i, tile)
+                by_tiles(code, "tileloadd64", register, place, constant(LANES * NUMBER))
         held = mine, other
         for register in SUMS:
-            _called(code, "tdpbf16ps", register, PIXELS[register // 2], FILTERS[register % 2])
+            by_tiles(code, "tdpbf16ps", register, PIXELS[register // 2], FILTERS[register % 2])
 
 
 def product(parts: int) -> Callable[..., None]:

@@ -21,7 +21,7 @@ from tilewise.kernels.cpu.channels_last.loops import (
 from tilewise.kernels.cpu.tile_registers.told import DEPTH, HALF, LANES, TILE
 from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, named, transposed
 
-__all__ = ["FILL_WORDS", "PLANES_WORDS", "SPLIT_WORDS", "filled", "split", "split_planes"]
+__all__ = ["FILL_WORDS", "PLANES_WORDS", "SPLIT_WORDS", "filled", "parts_of", "split", "split_planes"]
 
 SPLIT_WORDS, PLANES_WORDS, FILL_WORDS = 4, 7, 9
 """The numbers of integers that :func:`split`, :func:`split_planes` and :func:`filled` take."""
@@ -60,7 +60,7 @@ def _of_three(code: Code, value: ir.Value) -> list[ir.Value]:
     return [*found, _bits(code, value)]
 
 
-def _parts(code: Code, parts: int, value: ir.Value) -> list[ir.Value]:
+def parts_of(code: Code, parts: int, value: ir.Value) -> list[ir.Value]:
     """As many vectors of integers as there are parts, whose upper halves are the parts."""
     return (_of_two if parts == 2 else _of_three)(code, value)
 
@@ -77,7 +77,7 @@ def _split(parts: int) -> Callable[..., None]:
         b = code.builder
 
         def put(vectors: list[ir.Value], at: ir.Value) -> None:
-            divided = [_parts(code, parts, vector) for vector in vectors]
+            divided = [parts_of(code, parts, vector) for vector in vectors]
             for part in range(parts):
                 low, high = (b.bitcast(vector[part], halves) for vector in divided)
                 place = b.inttoptr(code.at(at, part, apart), halves.as_pointer())
@@ -140,7 +140,7 @@ def _split_planes(parts: int) -> Callable[..., None]:
                     for i in range(LANES)
                 ]
             for i, vector in enumerate(transposed(code, rows)):
-                for part, bits in enumerate(_parts(code, parts, vector)):
+                for part, bits in enumerate(parts_of(code, parts, vector)):
                     upper = b.trunc(b.lshr(bits, code.whole(16)), ir.VectorType(ir.IntType(16), LANES))
                     there = code.at(code.at(at, i, pitch), part, apart)
                     b.store(upper, b.inttoptr(there, upper.type.as_pointer()), align=HALF)
@@ -195,7 +195,7 @@ def _filled(parts: int) -> Callable[..., None]:
         with looped(code, taps):
             place = b.add(source, number(code, b.load(entry)))
             pair = [masks.gather(code, code.at(place, i, channel), output, given[i]) for i in range(2)]
-            even, odd = (_parts(code, parts, vector) for vector in pair)
+            even, odd = (parts_of(code, parts, vector) for vector in pair)
             for part in range(parts):
                 both = b.or_(b.lshr(even[part], code.whole(16)), b.and_(odd[part], code.whole(UPPER)))
                 code.store(b.bitcast(both, code.vector), code.at(b.load(to), part * 2 * TILE))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from tilewise.kernels.cpu.channels_last.loops import PLACE, copied, put
 from tilewise.kernels.cpu.channels_last.units import over_units
-from tilewise.kernels.cpu.tile_registers.products import configured, released
+from tilewise.kernels.cpu.tile_registers.products import released, sized
 from tilewise.kernels.cpu.tile_registers.told import DEPTH, FILTER, HALF, LANES, TILE, WIDE
 from tilewise.kernels.cpu.tile_registers.told import SPLIT as OF
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, pointer_call
@@ -29,26 +29,6 @@ APART, STRIP, TABLE, SUMS, BIASES = (OF[name] for name in ("apart", "strip", "ta
 SPLITS, PLANES, PRODUCTS, FINISHES = (OF[name] for name in ("splits", "planes", "products", "finishes"))
 ALL_IMAGES, IMAGES = OF["all_images"], OF["images"]
 X_CHANNEL, Y_CHANNEL, FIRST, DENSE = (OF[name] for name in ("x_channel", "y_channel", "first", "dense"))
-
-
-@functools.cache
-def _sizes() -> Callable[..., None]:
-    """Makes ``(scratch, rows)``, which sets the tile registers to ``rows`` pixels, and the filters' to 16 pairs."""
-    write, configure = put(), configured()
-
-    @compiled()
-    def run(scratch, rows):
-        for i in range(8):
-            write(scratch + i * PLACE, 0)
-        write(scratch, 1)
-        wide = LANES * NUMBER * (1 + (1 << 16) + (1 << 32) + (1 << 48))
-        write(scratch + 2 * PLACE, wide)
-        write(scratch + 3 * PLACE, wide)
-        both = rows * (1 + (1 << 8) + (1 << 16) + (1 << 24) + (1 << 32) + (1 << 40))
-        write(scratch + 6 * PLACE, both + LANES * ((1 << 48) + (1 << 56)))
-        configure(scratch)
-
-    return run
 
 
 @functools.cache
@@ -131,7 +111,7 @@ def _panel(lanes: int) -> Callable[..., None]:
 @functools.cache
 def _unit(lanes: int) -> Callable[..., None]:
     """Makes ``(x, w, y, v, scratch, unit)``, which computes one unit of work."""
-    sizes, strip, panels, write, release = _sizes(), _strip(lanes), _panel(lanes), put(), released()
+    sizes, strip, panels, write, release = sized(), _strip(lanes), _panel(lanes), put(), released()
 
     @compiled(lanes)
     def run(x, w, y, v, scratch, unit):
