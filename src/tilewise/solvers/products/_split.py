@@ -21,7 +21,10 @@ from tilewise.solvers.common.channels_last import even, innermost
 from tilewise.solvers.common.cpu_run import PAGE, with_teams
 from tilewise.solvers.common.tiles import integer
 
-__all__ = ["Division", "Reach", "divisions", "filter_bytes", "forms", "lies_in_planes", "may_use_tile_registers"]
+__all__ = [
+    "FAR_RATE", "NEAR", "NEAR_RATE", "PRODUCTS", "Division", "Reach", "divisions", "filter_bytes", "forms",
+    "lies_in_planes", "may_use_tile_registers",
+]  # fmt: skip
 
 PRODUCTS = {2: 3, 3: 6}
 """Products of parts, by their number."""

@@ -10,7 +10,7 @@ from tilewise.kernels.cpu.channels_last.told import word_of
 from tilewise.kernels.cpu.compiling import LOCK, Made, address_of, words_of
 from tilewise.kernels.cpu.tile_registers.told import LANES
 
-__all__ = ["load_fill_filters", "load_split_products"]
+__all__ = ["load_fill_filters", "load_split_gradients", "load_split_products"]
 
 
 @functools.cache
@@ -18,9 +18,9 @@ def _worker(name: str) -> int:
     """The address of the worker that the function called ``name`` makes."""
 
     def make() -> Made:
-        from tilewise.kernels.cpu.tile_registers import worker
+        from tilewise.kernels.cpu.tile_registers import gradient_worker, worker
 
-        return getattr(worker, name)(LANES), 0
+        return getattr(gradient_worker if name == "split_gradients" else worker, name)(LANES), 0
 
     return address_of(words_of("tile_registers", name), make)
 
@@ -48,6 +48,29 @@ def _called(name: str, of: str | int) -> int:
     return address_of(words_of("tile_registers", name, word_of(str(of))), make)
 
 
+@functools.cache
+def _called_by_gradients(name: str, *of: int) -> int:
+    """The address of the function called ``name`` that the worker of gradients calls, made for ``of``."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.tile_registers import gradients, lines
+
+        makers: dict[str, tuple[Any, int]] = {
+            "lines": (lines.lines, lines.LINES_WORDS),
+            "pixels": (lines.pixels, lines.LINES_WORDS),
+            "paired": (lines.paired, lines.PAIRED_WORDS),
+            "repaired": (lines.repaired, lines.REPAIRED_WORDS),
+            "gradient": (gradients.gradient, gradients.GRADIENT_WORDS),
+            "added": (gradients.added, gradients.ADD_WORDS),
+            "turned": (gradients.turned, gradients.WRITE_WORDS),
+            "scattered": (gradients.scattered, gradients.WRITE_WORDS),
+        }
+        maker, words = makers[name]
+        return maker(*of), words
+
+    return address_of(words_of("tile_registers", name, *of), make)
+
+
 @compiled_elsewhere
 def load_split_products(parts: int, planes: bool, finish: str, activation: str) -> tuple[int, int, int, int, int]:
     """The addresses of the worker, of what splits numbers, multiplies their ``parts``, finishes sums and splits planes.
@@ -66,3 +89,19 @@ def load_fill_filters(parts: int) -> tuple[int, int]:
     """The addresses of the worker that puts filters into tiles, and of what writes their rows."""
     with LOCK:
         return _worker("fill_filters"), _called("filled", parts)
+
+
+@compiled_elsewhere
+def load_split_gradients(
+    parts: int, x: tuple[str, tuple[int, ...]], y: tuple[str, tuple[int, ...]], writes: str
+) -> tuple[int, ...]:
+    """The addresses of the worker of filters' gradients, and of the seven functions that it calls.
+
+    ``x`` and ``y`` say which function of :mod:`~tilewise.kernels.cpu.tile_registers.lines` splits them into ``parts``,
+    and what it is made for beside that. Then come the functions that make tiles in two ways, multiply, add sums, and
+    write them. ``writes`` is the name of the last one in :mod:`~tilewise.kernels.cpu.tile_registers.gradients`.
+    """
+    with LOCK:
+        split = [_called_by_gradients(name, parts, *of) for name, of in (x, y)]
+        others = ("paired",), ("repaired",), ("gradient", parts), ("added",), (writes,)
+        return _worker("split_gradients"), *split, *(_called_by_gradients(*each) for each in others)
