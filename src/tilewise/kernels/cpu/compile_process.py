@@ -1,7 +1,7 @@
 """A process that compiles one kernel for a CPU and leaves it on disk.
 
 Run as ``python -m tilewise.kernels.cpu.compile_process NAME ARGUMENTS``: a function that loads a kernel, of
-``compiling.py`` or ``channels_last/compiling.py``, and its arguments as JSON.
+``compiling.py``, ``channels_last/compiling.py`` or ``tile_registers/compiling.py``, and its arguments as JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from tilewise.kernels.cpu import compiling
 from tilewise.kernels.cpu.channels_last import compiling as channels_last
+from tilewise.kernels.cpu.tile_registers import compiling as tile_registers
 
 __all__ = ["main"]
 
@@ -28,7 +29,7 @@ def main() -> None:
     name, arguments = sys.argv[1:]
     loads = {
         each: getattr(module, each)
-        for module in (compiling, channels_last)
+        for module in (compiling, channels_last, tile_registers)
         for each in module.__all__
         if each.startswith("load")
     }
