@@ -22,12 +22,14 @@ from tilewise.solvers.common.cpu_run import PAGE, with_teams
 from tilewise.solvers.common.tiles import integer
 
 __all__ = [
-    "FAR_RATE", "NEAR", "NEAR_RATE", "PRODUCTS", "Division", "Reach", "divisions", "filter_bytes", "forms",
+    "FAR_RATE", "NEAR", "NEAR_RATE", "PRODUCTS", "RATE", "Division", "Reach", "divisions", "filter_bytes", "forms",
     "lies_in_planes", "may_use_tile_registers",
 ]  # fmt: skip
 
 PRODUCTS = {2: 3, 3: 6}
 """Products of parts, by their number."""
+RATE = {2: 2.4, 3: 1.6}
+"""What products of two and three parts reach, relative to the peak of vector registers."""
 STRIP = 1 << 20
 """Bytes of pixels in parts that a unit has at the most where it can have fewer: a half of a core's cache."""
 NEAR = 3 << 19

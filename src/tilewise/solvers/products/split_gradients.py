@@ -13,14 +13,11 @@ from tilewise.solvers.common.channels_last import innermost
 from tilewise.solvers.common.cpu_run import numba_missing
 from tilewise.solvers.common.tiles import integer
 from tilewise.solvers.conv import ConvSolver
-from tilewise.solvers.products._split import lies_in_planes, may_use_tile_registers
+from tilewise.solvers.products._split import RATE, lies_in_planes, may_use_tile_registers
 from tilewise.solvers.products._split_gradients import division, forms
 from tilewise.solvers.products._split_gradients_run import GradientRun
 
 __all__ = ["SplitGradients"]
-
-RATE = {2: 2.4, 3: 1.6}
-"""What products of two and three parts reach, relative to the peak of vector registers."""
 
 
 class SplitGradients(ConvSolver):

@@ -14,13 +14,17 @@ from tilewise.solvers.common.channels_last import innermost
 from tilewise.solvers.common.cpu_run import numba_missing
 from tilewise.solvers.common.tiles import integer
 from tilewise.solvers.conv import ConvSolver
-from tilewise.solvers.products._split import divisions, filter_bytes, forms, lies_in_planes, may_use_tile_registers
+from tilewise.solvers.products._split import (
+    RATE,
+    divisions,
+    filter_bytes,
+    forms,
+    lies_in_planes,
+    may_use_tile_registers,
+)
 from tilewise.solvers.products._split_run import SplitFilters, SplitRun
 
 __all__ = ["SplitProducts"]
-
-RATE = {2: 2.4, 3: 1.6}
-"""What products of two and three parts reach, relative to the peak of vector registers."""
 
 
 class SplitProducts(ConvSolver):
@@ -89,7 +93,8 @@ class SplitProducts(ConvSolver):
         divided = divisions(p, c)
         filters = filter_bytes(divided)
         moved = p.bytes + (filters // 2 if p.constant_weight else 2 * filters)
-        return Cost(sum(each.flops for each in divided), moved, len(divided), RATE[divided[0].parts])
+        flops = int(sum(each.flops for each in divided) / RATE[divided[0].parts])
+        return Cost(flops, moved, len(divided))
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels. Raises ``SolverUnavailable`` with the compiler's reason."""
