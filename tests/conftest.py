@@ -117,7 +117,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     number, count = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     widths = dict.fromkeys((WIDEST.get(torch.backends.cpu.get_cpu_capability(), 4), 4))
     jobs = [(load, lanes) for lanes in widths for load in (compiling.load, compiling.load_direct)]
-    jobs += [(compiling._winograd, next(iter(widths))), (lambda lanes: compiling._fused_lowering(), 4)]
+    for finishes in (False, True):
+        jobs.append((lambda lanes, finishes=finishes: compiling._winograd(lanes, finishes), next(iter(widths))))
+        jobs.append((lambda lanes, finishes=finishes: compiling._fused_lowering(finishes), 4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tilewise.machine.cache.kernel_dir", lambda: folder)
         for load, lanes in jobs[number::count]:

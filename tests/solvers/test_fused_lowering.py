@@ -68,6 +68,9 @@ def test_any_layer_in_any_blocks(pass_: Pass) -> None:
         filtered = pass_ is not Pass.WGRAD
         constant, bias = (filtered and data.draw(st.booleans(), name) for name in ("constant", "bias"))
         p = replace(found[0], constant_weight=constant, bias=bias)
+        if pass_ is Pass.FPROP:
+            activation = data.draw(st.sampled_from(("none", "relu", "hardswish")), "activation")
+            p = replace(p, residual=data.draw(st.booleans(), "residual"), activation=activation)
         for c in by_type(p).values():
             changes: dict[str, object] = {
                 "block": data.draw(st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 9)), "block"),

@@ -87,6 +87,9 @@ def test_layers_of_any_size_and_padding(pass_: Pass) -> None:
         filtered = pass_ is not Pass.WGRAD
         constant, bias = (filtered and data.draw(st.booleans(), name) for name in ("constant", "bias"))
         p = replace(found[0], constant_weight=constant, bias=bias)
+        if pass_ is Pass.FPROP:
+            activation = data.draw(st.sampled_from(("none", "relu", "hardswish")), "activation")
+            p = replace(p, residual=data.draw(st.booleans(), "residual"), activation=activation)
         for m in sizes(p):
             c = tile(p, m)
             other = dict(c)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from tilewise.kernels.building.elsewhere import compiled_elsewhere
 from tilewise.kernels.building.objects import Code, address, undefined
+from tilewise.kernels.cpu.channels_last.told import word_of
 
 __all__ = [
     "LOCK", "DirectKernel", "Kernel", "Made", "address_of", "load", "load_custom", "load_direct", "load_fused_lowering",
@@ -63,15 +64,27 @@ def words_of(*arguments: Any) -> str:
 
 
 @functools.cache
-def _winograd(lanes: int) -> int:
-    """The address of the Winograd worker."""
+def _winograd(lanes: int, finishes: bool) -> int:
+    """The address of the Winograd worker, of one that ``finishes`` results or of one that at most adds a bias."""
 
     def make() -> Made:
         from tilewise.kernels.cpu.winograd.winograd import winograd
 
-        return winograd(lanes), 0
+        return winograd(lanes, finishes), 0
 
-    return address_of(words_of("winograd", lanes), make)
+    return address_of(words_of("winograd", lanes, *["finishing"] * finishes), make)
+
+
+@functools.cache
+def _finished_out(lanes: int, activation: str) -> int:
+    """The address of what writes finished results from vectors of channels."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.winograd.strips import finished_out
+
+        return finished_out(lanes, activation), 9
+
+    return address_of(words_of("finished_out", lanes, word_of(activation)), make)
 
 
 @functools.cache
@@ -103,33 +116,54 @@ def _products(lanes: int, vectors: int, rows: int) -> int:
 
 @compiled_elsewhere
 def load_winograd(
-    lanes: int, m: tuple[int, int, int], r: tuple[int, int, int], vectors: int, rows: int, gradient: bool
+    lanes: int,
+    m: tuple[int, int, int],
+    r: tuple[int, int, int],
+    vectors: int,
+    rows: int,
+    gradient: bool,
+    activation: str | None = None,
 ) -> tuple[int, ...]:
     """The addresses of the Winograd worker and of the functions that it calls, compiled as in :func:`load`.
 
     Tiles have ``m`` outputs and filters ``r`` taps along depth, height and width. The functions are the transforms of
     planes of inputs, of filters (or, for the filter's ``gradient``, of the outputs' gradient) and of sums; then the
-    same transforms along the depth, 0 for tiles without depth; then the products.
+    same transforms along the depth, 0 for tiles without depth; then the products; then what writes finished results, 0
+    where no ``activation`` is given. One called ``none`` lets the worker add a residual alone.
     """
     there, back = ("output", "filter") if gradient else ("filter", "output")
     depth, height, width = zip(m, r, strict=True)
     kinds = (("input", False), (there, False), (back, True))
     with LOCK:
-        addresses = [_winograd(lanes), *(sandwiches_of(lanes, name, height, width, turn) for name, turn in kinds)]
+        addresses = [_winograd(lanes, activation is not None)]
+        addresses += (sandwiches_of(lanes, name, height, width, turn) for name, turn in kinds)
         addresses += [sandwiches_of(lanes, name, depth, (1, 1), turn) if depth != (1, 1) else 0 for name, turn in kinds]
-        return *addresses, _products(lanes, vectors, rows)
+        finish = 0 if activation is None else _finished_out(lanes, activation)
+        return *addresses, _products(lanes, vectors, rows), finish
 
 
 @functools.cache
-def _fused_lowering() -> int:
-    """The address of the worker of fused lowering."""
+def _fused_lowering(finishes: bool) -> int:
+    """The address of the worker of fused lowering, as for :func:`_winograd`."""
 
     def make() -> Made:
         from tilewise.kernels.cpu.lowering.fused_lowering import fused_lowering
 
-        return fused_lowering(), 0
+        return fused_lowering(finishes), 0
 
-    return address_of("fused_lowering", make)
+    return address_of(words_of("fused_lowering", *["finishing"] * finishes), make)
+
+
+@functools.cache
+def _finished_pieces(lanes: int, activation: str) -> int:
+    """The address of the function that writes pieces of finished planes."""
+
+    def make() -> Made:
+        from tilewise.kernels.cpu.lowering.pieces import finished_pieces
+
+        return finished_pieces(lanes, activation), 10
+
+    return address_of(words_of("finished_pieces", lanes, word_of(activation)), make)
 
 
 @functools.cache
@@ -159,10 +193,17 @@ def _sums_of_products(lanes: int, vectors: int, rows: int, gradient: bool) -> in
 
 
 @compiled_elsewhere
-def load_fused_lowering(lanes: int, vectors: int, rows: int, gradient: bool) -> tuple[int, int, int]:
-    """The addresses of the worker of fused lowering, and of the moves and products that it calls."""
+def load_fused_lowering(
+    lanes: int, vectors: int, rows: int, gradient: bool, activation: str | None = None
+) -> tuple[int, int, int, int]:
+    """The addresses of the worker of fused lowering, and of the moves and products that it calls.
+
+    The last is that of what writes finished results, as for :func:`load_winograd`.
+    """
     with LOCK:
-        return _fused_lowering(), _pieces(lanes), _sums_of_products(lanes, vectors, rows, gradient)
+        finish = 0 if activation is None else _finished_pieces(lanes, activation)
+        products = _sums_of_products(lanes, vectors, rows, gradient)
+        return _fused_lowering(activation is not None), _pieces(lanes), products, finish
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from tilewise.kernels.cpu.recording import recorder
 from tilewise.kernels.cpu.sizes import HEADER, LANES
 from tilewise.kernels.cpu.threads import has_openmp, share_out
 from tilewise.plan import Config
+from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.common.tiles import integer
 
@@ -26,6 +27,7 @@ __all__ = [
     "PreparedFilters",
     "balanced_parts",
     "byte_strides",
+    "finishing",
     "kernel_data",
     "lanes_for",
     "numba_missing",
@@ -101,6 +103,11 @@ def byte_strides(tensor: torch.Tensor) -> list[int]:
     return [stride * tensor.element_size() for stride in tensor.stride()]
 
 
+def finishing(p: ConvProblem) -> str | None:
+    """The activation that a kernel is compiled with, ``none`` for a residual alone; ``None`` where there is neither."""
+    return p.activation if p.residual or p.activation != "none" else None
+
+
 def numbers_array(numbers: Mapping[int, int], count: int) -> np.ndarray:
     """An int64 array of ``count`` numbers: those of ``numbers`` at the places given there, all others 0."""
     array = np.zeros(count, dtype=np.int64)
@@ -152,10 +159,11 @@ class PreparedFilters:
     constant, the filters in that form.
     """
 
-    __slots__ = ("_bias", "_filters", "_openmp", "_own_filters", "_partial", "_run", "_threads", "_units")
+    __slots__ = ("_added", "_filters", "_openmp", "_own_filters", "_partial", "_run", "_threads", "_units")
 
     def __init__(
         self,
+        p: ConvProblem,
         c: Config,
         run: int,
         units: np.ndarray,
@@ -163,16 +171,18 @@ class PreparedFilters:
         *,
         own_filters: bool,
         bias: int,
+        residual: int,
         partial: int | None = None,
     ) -> None:
         """``run`` is the address of the kernel's machine code, ``units`` the description of the computation.
 
         ``other`` holds the places and values that differ in the description of the other call, which writes filters.
-        With ``own_filters`` each run writes them. ``bias`` is the place of the bias's address among the kernel's
-        numbers, ``partial`` that of the address behind the scratch, for a kernel with partial sums.
+        With ``own_filters`` each run writes them. ``bias`` and ``residual`` are the places of their addresses among the
+        kernel's numbers, ``partial`` that of the address behind the scratch, for a kernel with partial sums.
         """
         self._run, self._own_filters = run, own_filters
-        self._bias, self._partial = bias, partial
+        self._added = [HEADER + place for place, adds in ((bias, p.bias), (residual, p.residual)) if adds]
+        self._partial = partial
         self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
         self._units, self._filters = units, units.copy()
         for place, value in other.items():
@@ -196,14 +206,14 @@ class PreparedFilters:
         return written
 
     def _start(
-        self, numbers: np.ndarray, workspace: torch.Tensor, a: int, b: int, out: int, *bias: torch.Tensor
+        self, numbers: np.ndarray, workspace: torch.Tensor, a: int, b: int, out: int, *added: torch.Tensor
     ) -> None:
-        """Start the kernel with a copy of ``numbers`` as its description."""
+        """Start the kernel with a copy of ``numbers`` as its description; nothing is ``added`` to filters."""
         data = numbers.copy()
         if self._partial is not None:
             data[HEADER + self._partial] = self._behind_scratch(workspace)
-        if bias:
-            data[HEADER + self._bias] = bias[0].data_ptr()
+        for place, tensor in zip(self._added, added, strict=bool(added)):
+            data[place] = tensor.data_ptr()
         start(self._run, data, self._threads, self._openmp, workspace.data_ptr(), a, b, out)
 
 

@@ -18,6 +18,7 @@ from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.common.costs import CPU_CACHE
 from tilewise.solvers.common.cpu_run import (
     PreparedFilters,
+    finishing,
     kernel_data,
     numba_reasons,
     numbers_array,
@@ -240,12 +241,12 @@ class Units(PreparedFilters):
     def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
         """``apart`` holds the byte strides of each tensor. Raises ``SolverUnavailable`` with Numba's reason."""
         blocked = lowered(p, c)
-        run, pieces, products = _compiled(blocked)
+        run, pieces, products, finish = _compiled(blocked, finishing(p))
         self._kept: list[np.ndarray] = []
         self._adds_up = blocked.partial > 0
         x, y = ("y", "x") if p.pass_ is Pass.DGRAD else ("x", "y")
         blocks = blocked.output_chunk(int(FILTERS * CPU_CACHE))
-        numbers = _numbers(blocked, blocks) | {of.PIECES: pieces, of.PRODUCTS: products}
+        numbers = _numbers(blocked, blocks) | {of.PIECES: pieces, of.PRODUCTS: products, of.FINISH: finish}
         for place, role in ((of.X, x), (of.Y, y)):
             image, channel, *space = apart[role]
             numbers |= dict(enumerate((image, channel, *_three(space)), place))
@@ -263,7 +264,9 @@ class Units(PreparedFilters):
         else:
             other = {3: chunks * len(blocked.phases) * blocked.output_blocks, HEADER + of.KIND: 1}
         own_filters = not (p.constant_weight or blocked.gradient)
-        super().__init__(c, run, units, other, own_filters=own_filters, bias=of.BIAS, partial=of.PARTIAL)
+        super().__init__(
+            p, c, run, units, other, own_filters=own_filters, bias=of.BIAS, residual=of.RESIDUAL, partial=of.PARTIAL
+        )
 
     def _address(self, numbers: object) -> int:
         """The address of ``numbers`` as an array that lives as long as this object."""
@@ -297,13 +300,16 @@ class Units(PreparedFilters):
         b: torch.Tensor,
         out: torch.Tensor | None,
         workspace: torch.Tensor | None,
-        *bias: torch.Tensor,
+        *added: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the kernel; ``b`` is the problem's operand, or for a constant filter what :meth:`prepare` wrote."""
+        """Run the kernel; ``b`` is the problem's operand, or for a constant filter what :meth:`prepare` wrote.
+
+        ``added`` are the bias and the residual, as far as the problem has them.
+        """
         assert out is not None
         assert workspace is not None
         second = self._second(b, workspace)
-        self._start(self._units, workspace, a.data_ptr(), second, out.data_ptr(), *bias)
+        self._start(self._units, workspace, a.data_ptr(), second, out.data_ptr(), *added)
         if self._adds_up:
             self._start(self._filters, workspace, 0, 0, out.data_ptr())
         return out
@@ -342,9 +348,9 @@ def _numbers(blocked: Lowered, blocks: int) -> dict[int, int]:
     return numbers | dict(enumerate((len(s.starts) for s in blocked.sides), of.VARIANTS))
 
 
-def _compiled(blocked: Lowered) -> tuple[int, int, int]:
+def _compiled(blocked: Lowered, activation: str | None) -> tuple[int, int, int, int]:
     """Addresses of the compiled functions. Raises ``SolverUnavailable`` with Numba's reason."""
     from tilewise.kernels.cpu.compiling import load_fused_lowering
 
     with numba_reasons():
-        return load_fused_lowering(blocked.lanes, *blocked.tile, blocked.gradient)
+        return load_fused_lowering(blocked.lanes, *blocked.tile, blocked.gradient, activation)

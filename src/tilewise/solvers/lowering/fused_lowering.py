@@ -8,6 +8,7 @@ import torch
 
 from tilewise.kernels.cpu.lowering.lowered import Lowered
 from tilewise.plan import Config
+from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
 from tilewise.solvers.common.costs import CPU_CACHE
@@ -28,15 +29,17 @@ class FusedLowering(ConvSolver):
     ``type`` says which axes are lowered: all (1), the last with several taps (2), or none (3). ``block`` is the images,
     rows and columns of places whose windows are lowered into a core's cache at a time, ``channels`` channels at a time.
     Products with ``tile`` vectors and rows of sums run over taps too, so that they are lifted in registers. DGRAD takes
-    the phases of the stride one by one, so that it multiplies no zeros. WGRAD sums each of ``shares`` of the blocks. At
-    most ``threads`` threads are used; ``team`` says whether they are torch's. Constant filters are kept in the
-    products' order.
+    the phases of the stride one by one, so that it multiplies no zeros. WGRAD sums each of ``shares`` of the blocks.
+    Residual and activation follow as the last sums are written. At most ``threads`` threads are used; ``team`` says
+    whether they are torch's. Constant filters are kept in the products' order.
     """
 
-    name, version = "fused_lowering", 2
+    name, version = "fused_lowering", 3
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
     adds_bias = True
+    adds_residual = True
+    activations = frozenset(CONV_ACTIVATIONS)
     most_configs = 4
     error_bound = {"ieee": 5e-6, "tf32": 5e-6}  # noqa: RUF012
     exact_memory = True

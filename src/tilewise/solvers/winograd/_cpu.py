@@ -20,6 +20,7 @@ from tilewise.solvers.common.costs import CPU_CACHE
 from tilewise.solvers.common.cpu_run import (
     PreparedFilters,
     byte_strides,
+    finishing,
     kernel_data,
     numba_reasons,
     numbers_array,
@@ -231,7 +232,7 @@ class Tiles(PreparedFilters):
         backward, gradient = p.pass_ is Pass.DGRAD, p.pass_ is Pass.WGRAD
         self._parts = (t.parts, *p.shape("w")) if t.parts > 1 else None
         self._distances = np.array(t.distances(), dtype=np.int64)  # as long as its address is in use
-        run, *functions = _compiled(t, gradient)
+        run, *functions, finish = _compiled(t, gradient, finishing(p))
         x, y = ("y", "x") if backward else ("x", "y")
         if self._parts is not None:
             apart = {**apart, "w": byte_strides(torch.empty(self._parts[1:], dtype=torch.float32, device="meta"))}
@@ -246,10 +247,11 @@ class Tiles(PreparedFilters):
         ), strict=True))  # fmt: skip
         numbers |= t.numbers() | {
             of.KIND: 2 * gradient, of.DISTANCES: self._distances.ctypes.data, of.W_PART: p.nbytes("w"),
+            of.FINISH: finish,
         }  # fmt: skip
         units = kernel_data(t.units, t.scratch, numbers_array(numbers, of.NUMBERS))
         other, own_filters = {3: p.groups * t.chunks, HEADER + of.KIND: 1}, not (p.constant_weight or gradient)
-        super().__init__(c, run, units, other, own_filters=own_filters, bias=of.BIAS)
+        super().__init__(p, c, run, units, other, own_filters=own_filters, bias=of.BIAS, residual=of.RESIDUAL)
 
     def run(
         self,
@@ -257,14 +259,17 @@ class Tiles(PreparedFilters):
         b: torch.Tensor,
         out: torch.Tensor | None,
         workspace: torch.Tensor | None,
-        *bias: torch.Tensor,
+        *added: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the kernel; ``b`` is the problem's operand, or for a constant filter what :meth:`prepare` wrote."""
+        """Run the kernel; ``b`` is the problem's operand, or for a constant filter what :meth:`prepare` wrote.
+
+        ``added`` are the bias and the residual, as far as the problem has them.
+        """
         assert out is not None
         assert workspace is not None
         second = self._second(b, workspace)
         if self._parts is None:
-            self._start(self._units, workspace, a.data_ptr(), second, out.data_ptr(), *bias)
+            self._start(self._units, workspace, a.data_ptr(), second, out.data_ptr(), *added)
             return out
         begin, size = int(self._units[5]) * self._threads, 4 * math.prod(self._parts)
         parts = workspace[begin : begin + size].view(torch.float32).view(self._parts)
@@ -280,9 +285,9 @@ def _taps(apart: Sequence[int], r: Sizes) -> Sizes:
     return _three(strides)
 
 
-def _compiled(t: Tiling, gradient: bool) -> tuple[int, ...]:
+def _compiled(t: Tiling, gradient: bool, activation: str | None) -> tuple[int, ...]:
     """Addresses of the compiled functions. Raises ``SolverUnavailable`` with Numba's reason."""
     from tilewise.kernels.cpu.compiling import load_winograd
 
     with numba_reasons():
-        return load_winograd(t.lanes, t.m, t.r, t.vectors, t.block_rows, gradient)
+        return load_winograd(t.lanes, t.m, t.r, t.vectors, t.block_rows, gradient, activation)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 import torch
 
 from tilewise.plan import Config
+from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
 from tilewise.solvers.common.costs import CPU_CACHE
@@ -29,17 +30,19 @@ class Winograd(ConvSolver):
 
     ``tile`` is m, along axes with more than one tap. ``block`` is the number of tile rows and columns of a block,
     ``vectors`` the number of vectors of ``lanes`` outputs that are summed at a time; each block's outputs are divided
-    into ``shares``. A weight gradient may be summed over ``parts`` of the blocks, which are then added. At most
-    ``threads`` threads are used; ``team`` says whether they are torch's. Transformed filters are kept where they are
-    constant.
+    into ``shares``. Bias, residual and activation follow as transformed sums are written. A weight gradient may be
+    summed over ``parts`` of the blocks, which are then added. At most ``threads`` threads are used; ``team`` says
+    whether they are torch's. Transformed filters are kept where they are constant.
     """
 
-    name, version = "winograd", 5
+    name, version = "winograd", 6
     passes = frozenset(Pass)
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
     dims = frozenset({1, 2, 3})
     adds_bias = True
+    adds_residual = True
+    activations = frozenset(CONV_ACTIVATIONS)
     error_bound = {"ieee": 1e-5, "tf32": 1e-5}  # noqa: RUF012
     exact_memory = True
 

@@ -5,19 +5,22 @@ The order is that of a layer: sums with their bias, plus the residual, then the 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from llvmlite import ir
 from numba.core import cgutils
 
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.channels_last.loops import constant, either
+from tilewise.kernels.cpu.channels_last.told import word_of
 from tilewise.kernels.cpu.recurrent.activations import polynomial, power_of_two, relu, sigmoid, tanh
-from tilewise.kernels.cpu.vectors import NUMBER, Code
+from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, compiled
 from tilewise.problems.activations import activation_kind, activation_parameters
 
-__all__ = ["activation_of", "stored"]
+__all__ = ["Move", "activation_of", "activation_words", "behind", "moved", "stored"]
 
 TAIL = (
     -0.9999998919, -1.151110974, -0.4591555499, -0.05267206112, 0.007338567315, -0.0003597261102, -9.079780916e-05,
@@ -126,3 +129,68 @@ def stored(
         either(code, b.icmp_signed("!=", added, constant(0)), lambda adds: written(full, adds))
 
     either(code, b.icmp_signed(">=", valid, constant(vectors * code.lanes)), complete)
+
+
+class Move(NamedTuple):
+    """A vector on its way to the address ``place``, and what reads and writes a vector that lies as it will."""
+
+    value: ir.Value
+    place: ir.Value
+    read: Callable[[ir.Value], ir.Value]
+    write: Callable[[ir.Value, ir.Value], None]
+
+    @classmethod
+    def side_by_side(cls, code: Code, value: ir.Value, place: ir.Value, mask: ir.Value) -> Move:
+        """The move of the lanes of ``mask`` to neighbours."""
+        read, write = (functools.partial(way, code, mask=mask) for way in (masks.load, masks.store))
+        return cls(value, place, read, write)
+
+    @classmethod
+    def apart(cls, code: Code, value: ir.Value, place: ir.Value, step: ir.Value, mask: ir.Value) -> Move:
+        """The move of the lanes of ``mask`` to numbers ``step`` bytes apart."""
+        read, write = (functools.partial(way, code, apart=step, mask=mask) for way in (masks.gather, masks.scatter))
+        return cls(value, place, read, write)
+
+
+def activation_words(activation: str | None) -> list[str]:
+    """What tells functions that finish results with an activation, and those that do not finish any, apart."""
+    return [] if activation is None else [word_of(activation)]
+
+
+@functools.cache
+def behind(finishes: bool) -> Callable[..., tuple[int, ...]]:
+    """Makes ``(residual, y)``, which returns by how many bytes a residual lies behind results, in a tuple.
+
+    The tuple is empty unless a kernel ``finishes``: an argument that it does not have costs nothing.
+    """
+    if finishes:
+
+        @compiled("finishing")
+        def run(residual, y):
+            return (residual - y,)
+    else:
+
+        @compiled()
+        def run(residual, y):
+            return ()
+
+    return run
+
+
+def moved(code: Code, activation: str | None, added: Values, moves: Sequence[Move]) -> None:
+    """Write vectors, and finish them first unless ``activation`` is ``None``.
+
+    ``added`` is then whether something is added, and by how many bytes that lies behind the places of the vectors.
+    """
+    if activation is None:
+        for move in moves:
+            move.write(move.value, move.place)
+        return
+    b, function, (adds, distance) = code.builder, activation_of(activation), added
+
+    def written(adds_more: bool) -> None:
+        for value, place, read, write in moves:
+            total = b.fadd(value, read(b.add(place, distance))) if adds_more else value
+            write(function(code, total), place)
+
+    either(code, b.icmp_signed("!=", adds, constant(0)), written)

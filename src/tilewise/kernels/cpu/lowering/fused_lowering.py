@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from numba import carray  # type: ignore[attr-defined]
 
+from tilewise.kernels.cpu.channels_last.finishing import behind
 from tilewise.kernels.cpu.lowering import lowered as of
 from tilewise.kernels.cpu.lowering.pieces import ADDED, FILLED, IN, OUT, TURNED, ZERO
 from tilewise.kernels.cpu.sizes import HEADER
@@ -121,16 +122,17 @@ def _pixels_in() -> Callable[..., None]:
 
 
 @functools.cache
-def _tile_out() -> Callable[..., None]:
-    """Makes ``(y, v, block, phase, rows, columns, begin, end, count, source)``, which stores sums of ``count`` outputs.
+def _tile_out(finishes: bool) -> Callable[..., None]:
+    """Makes ``(y, v, block, phase, rows, columns, begin, end, count, source, distance)``, which stores sums.
 
-    They are the sums at positions ``begin`` to ``end`` of the strip's plane. The plane has further positions after each
-    line and image, which are not part of the result and are skipped.
+    They are those of ``count`` outputs, at positions ``begin`` to ``end`` of the strip's plane. The plane has further
+    positions after each line and image, which are not part of the result and are skipped. One that ``finishes`` adds a
+    residual, which lies :func:`behind` the results, and applies the activation.
     """
     piece, number = pointer_call(), number_at()
 
-    @compiled()
-    def run(y, v, block, phase, rows, columns, begin, end, count, source):
+    @compiled(*["finishing"] * finishes)
+    def run(y, v, block, phase, rows, columns, begin, end, count, source, distance):
         image, row, column = block[0], block[2], block[3]
         wide, high, apart = v[of.STORED_COLUMNS], v[of.STORED_ROWS], v[of.ROW] * NUMBER
         channel, step = v[of.Y + 1], v[of.Y + 4] * v[of.APART + 2]
@@ -151,7 +153,11 @@ def _tile_out() -> Callable[..., None]:
                 n = min(end - place, (rows - r if together else 1) * columns - across)
                 to = y + i * v[of.Y] + r * v[of.APART + 1] * v[of.Y + 3] + across * step
                 here = source + (place - begin) * NUMBER
-                if channel == NUMBER and step != NUMBER:
+                if finishes:
+                    turns = channel == NUMBER and step != NUMBER
+                    piece(v[of.FINISH], TURNED if turns else OUT, here, apart, count, n, to, step if turns else channel,
+                          step, v[of.RESIDUAL], *distance)  # fmt: skip
+                elif channel == NUMBER and step != NUMBER:
                     piece(v[of.PIECES], TURNED, here, apart, 0, count, n, 0, 0, to, step, 0)
                 else:
                     piece(v[of.PIECES], OUT, here, apart, 0, count, n, 0, 0, to, channel, step)
@@ -191,13 +197,14 @@ def _tile() -> Callable[..., None]:
 
 
 @functools.cache
-def _block() -> Callable[..., None]:
+def _block(finishes: bool) -> Callable[..., None]:
     """Makes ``(x, u, y, v, scratch, unit)``, which computes a block of one group's outputs, of all phases."""
-    strip_in, tile_out, block_of, multiply = _strip_in(), _tile_out(), _block_of(), _tile()
-    number = number_at()
+    strip_in, tile_out, block_of, multiply = _strip_in(), _tile_out(finishes), _block_of(), _tile()
+    number, far = number_at(), behind(finishes)
 
-    @compiled()
+    @compiled(*["finishing"] * finishes)
     def run(x, u, y, v, scratch, unit):
+        distance = far(v[of.RESIDUAL], y)
         group, block = unit // v[of.BLOCKS], block_of(v, unit % v[of.BLOCKS])
         high, width, size = v[of.TILE_ROWS], v[of.ROW], v[of.TILE_BYTES]
         y += group * v[of.OUTPUTS] * v[of.Y + 1]
@@ -223,7 +230,7 @@ def _block() -> Callable[..., None]:
                         multiply(v, factors, scratch + begin * NUMBER, phase, sums, part, blocks, bias, count)
                         if is_last:
                             target, end = y + first * high * v[of.Y + 1], min(places, begin + width)
-                            tile_out(target, v, block, phase, rows, columns, begin, end, count, sums)
+                            tile_out(target, v, block, phase, rows, columns, begin, end, count, sums, distance)
                         if v[of.CHUNKS] > 1:
                             sums += size
 
@@ -368,13 +375,15 @@ def _shares_out() -> Callable[..., None]:
     return run
 
 
-def fused_lowering() -> Callable[..., None]:
+def fused_lowering(finishes: bool = False) -> Callable[..., None]:
     """Makes ``(data)``, which computes all units that no other thread takes.
 
     ``data`` begins as in :func:`tilewise.kernels.cpu.fused_fourier.kernel.convolve`. ``v[KIND]`` is 0 for outputs from
-    filters in blocks, 1 for these filters, 2 for filters' gradients and 3 for the sum of their shares.
+    filters in blocks, 1 for these filters, 2 for filters' gradients and 3 for the sum of their shares. One that
+    ``finishes`` calls the function of :func:`~tilewise.kernels.cpu.lowering.pieces.finished_pieces` at ``v[FINISH]`` to
+    write outputs.
     """
-    block, filters, gradient, shares_out = _block(), _filters(), _gradient(), _shares_out()
+    block, filters, gradient, shares_out = _block(finishes), _filters(), _gradient(), _shares_out()
     count = next_number()
 
     def run(address):
@@ -395,4 +404,4 @@ def fused_lowering() -> Callable[..., None]:
                     shares_out(data[9], v[of.PARTIAL], v, unit)
                 unit = count(address, 2)
 
-    return named(run)
+    return named(run, *["finishing"] * finishes)

@@ -27,9 +27,9 @@ __all__ = ["SHAPES", "Block", "Lowered", "Side", "Tap", "side"]
     SIZES, STEPS, VARIANTS, SPREADS, APART, STARTS, STORED_ROWS, STORED_COLUMNS, PLANE, LINE, CHANNEL_LINES, PHASES,
     PHASE_TABLE, ROW, TILE_ROWS, OUTPUT_BLOCKS, CHUNK, FILTERS, W_GROUP, W_OUTPUT, W_INPUT, PRODUCTS, MOST_DEPTH,
     SUMS, OTHERS, SUM_LINES, SUM_BYTES, SHARES, PARTIAL, CHUNKS,
-    PIECES, CHUNK_FILTERS, TILE_BYTES, BIAS,
-) = itertools.chain(range(15), (19, 24, 27, 30, 33, 36), range(39, 68))  # fmt: skip
-NUMBERS = 68
+    PIECES, CHUNK_FILTERS, TILE_BYTES, BIAS, RESIDUAL, FINISH,
+) = itertools.chain(range(15), (19, 24, 27, 30, 33, 36), range(39, 70))  # fmt: skip
+NUMBERS = 70
 # The indices of a phase's numbers: the first position and the count along each axis; the length of its sums, the
 # address of their lines, the offset of their filters, and the address and number of runs.
 START, COUNT, DEPTH, TABLE, FILTER, RUNS, RUN_COUNT, PHASE_NUMBERS = 0, 3, 6, 7, 8, 9, 10, 11

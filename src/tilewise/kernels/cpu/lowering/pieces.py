@@ -11,10 +11,12 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from tilewise.kernels.cpu import masks
+from tilewise.kernels.cpu.channels_last.finishing import Move, activation_words, moved
+from tilewise.kernels.cpu.channels_last.loops import constant, either, intrinsic_of_any
 from tilewise.kernels.cpu.rows import added
 from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, compiled, intrinsic_of, named, transposed
 
-__all__ = ["ADDED", "FILLED", "IN", "OUT", "TURNED", "ZERO", "pieces"]
+__all__ = ["ADDED", "FILLED", "IN", "OUT", "TURNED", "ZERO", "finished_pieces", "pieces"]
 
 IN, OUT, TURNED, ZERO, ADDED, FILLED = range(6)
 """The kinds of :func:`pieces`."""
@@ -68,6 +70,27 @@ def pieces(lanes: int) -> Callable[..., None]:
                     zero(target + i * to_apart + j * NUMBER, columns - j)
 
     return named(run, lanes)
+
+
+def finished_pieces(lanes: int, activation: str) -> Callable[..., None]:
+    """Makes ``(kind, source, apart, rows, columns, target, to_apart, to_step, adds, behind)``.
+
+    It moves as :func:`pieces` does, for the kinds ``OUT`` and ``TURNED``, and finishes what it moves. Where ``adds`` is
+    not 0, it adds numbers that lie ``behind`` bytes behind those of the target, and then applies the activation.
+    """
+    line, square = _line_finished(lanes, activation), _square(lanes, activation)
+
+    def run(kind, source, apart, rows, columns, target, to_apart, to_step, adds, behind):
+        if kind == OUT:
+            for i in range(rows):
+                line(target + i * to_apart, to_step, columns, source + i * apart, adds, behind)
+        else:
+            for i in range(0, rows, lanes):
+                for j in range(0, columns, lanes):
+                    here, there = source + i * apart + j * NUMBER, target + j * to_apart + i * NUMBER
+                    square(here, apart, rows - i, columns - j, there, to_apart, adds, behind)
+
+    return named(run, lanes, *activation_words(activation))
 
 
 @functools.cache
@@ -131,6 +154,55 @@ def _line_out(lanes: int) -> Callable[..., None]:
                 apart(target + i * step, step, count - i, source + i * NUMBER)
 
     return run
+
+
+@functools.cache
+def _line_finished(lanes: int, activation: str) -> Callable[..., None]:
+    """Makes ``(target, step, count, source, adds, behind)``, which copies one row for ``OUT`` and finishes it."""
+    dense, apart = _dense_finished(lanes, activation), _apart_finished(lanes, activation)
+
+    @compiled(lanes, *activation_words(activation))
+    def run(target, step, count, source, adds, behind):
+        for i in range(0, count, lanes):
+            if step == NUMBER:
+                dense(target + i * step, count - i, source + i * NUMBER, adds, behind)
+            else:
+                apart(target + i * step, step, count - i, source + i * NUMBER, adds, behind)
+
+    return run
+
+
+@functools.cache
+def _dense_finished(lanes: int, activation: str) -> Callable[..., None]:
+    """Makes ``(target, count, source, adds, behind)``, which copies one vector to neighbours and finishes it."""
+
+    def emit(code: Code, arguments: Values) -> None:
+        target, count, source, *added = arguments
+
+        def written(full: bool) -> None:
+            if full:
+                moved(code, activation, added, [Move(code.load(source), target, code.load, code.store)])
+            else:
+                mask = masks.below(code, count)
+                value = masks.load(code, source, mask)
+                moved(code, activation, added, [Move.side_by_side(code, value, target, mask)])
+
+        either(code, code.builder.icmp_signed(">=", count, constant(lanes)), written)
+
+    return intrinsic_of_any(lanes, emit)
+
+
+@functools.cache
+def _apart_finished(lanes: int, activation: str) -> Callable[..., None]:
+    """Makes ``(target, step, count, source, adds, behind)``, which does so for numbers ``step`` bytes apart."""
+
+    def emit(code: Code, arguments: Values) -> None:
+        target, step, count, source, *added = arguments
+        mask = masks.below(code, count)
+        value = masks.load(code, source, mask)
+        moved(code, activation, added, [Move.apart(code, value, target, step, mask)])
+
+    return intrinsic_of_any(lanes, emit)
 
 
 @functools.cache
@@ -222,17 +294,20 @@ def _fill(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _square(lanes: int) -> Callable[..., None]:
-    """Makes ``(source, apart, rows, columns, target, to_apart)``, which transposes up to ``lanes`` rows and columns."""
+def _square(lanes: int, activation: str | None = None) -> Callable[..., None]:
+    """Makes ``(source, apart, rows, columns, target, to_apart)``, which transposes up to ``lanes`` rows and columns.
+
+    With an ``activation`` it takes ``adds`` and ``behind`` too, as :func:`finished_pieces` does.
+    """
 
     def emit(code: Code, arguments: Values) -> None:
-        source, apart, rows, columns, target, to_apart = arguments
+        source, apart, rows, columns, target, to_apart, *added = arguments
         lines = [masks.load(code, code.at(source, i, apart), mask) for i, mask in enumerate(_each(code, rows, columns))]
         turned = zip(transposed(code, lines), _each(code, columns, rows), strict=True)
-        for i, (line, mask) in enumerate(turned):
-            masks.store(code, line, code.at(target, i, to_apart), mask)
+        places = ((line, code.at(target, i, to_apart), mask) for i, (line, mask) in enumerate(turned))
+        moved(code, activation, added, [Move.side_by_side(code, *place) for place in places])
 
-    return intrinsic_of(6, lanes, emit)
+    return intrinsic_of_any(lanes, emit)
 
 
 def _each(code: Code, rows: ir.Value, columns: ir.Value) -> list[ir.Value]:

@@ -1,4 +1,4 @@
-"""Copies pieces of images with any strides to vectors of ``lanes`` channels, and back."""
+"""Copies pieces of images with any strides to vectors of ``lanes`` channels, and back, finished or as they are."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from tilewise.kernels.cpu import masks
-from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, compiled, intrinsic_of, transposed
+from tilewise.kernels.cpu.channels_last.finishing import Move, activation_words, moved
+from tilewise.kernels.cpu.channels_last.loops import intrinsic_of_any
+from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, compiled, intrinsic_of, named, transposed
 
-__all__ = ["strip_in", "strip_out"]
+__all__ = ["finished_out", "strip_in", "strip_out"]
 
 
 @functools.cache
@@ -39,27 +41,47 @@ def strip_in(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def strip_out(lanes: int) -> Callable[..., None]:
-    """Makes ``(target, step, channel, valid, count, source)``, the inverse, which stores the first ``valid`` channels.
+def strip_out(lanes: int, activation: str | None = None) -> Callable[..., None]:
+    """Makes ``(target, step, channel, valid, count, source, added)``, the inverse, for the first ``valid`` channels.
 
-    Vectors up to the next multiple of ``lanes`` are read.
+    Vectors up to the next multiple of ``lanes`` are read. ``added`` is an empty tuple, or with an ``activation``
+    ``(bias, adds, behind)``: the address of a vector that is added to all, whether a residual is added after it, and by
+    how many bytes that lies behind the target.
     """
-    square, whole, apart = _square_out(lanes), _whole_out(lanes), _apart_out(lanes)
+    square, whole, scattered = (kind(lanes, activation) for kind in (_square_out, _whole_out, _apart_out))
     size = NUMBER * lanes
 
-    @compiled(lanes)
-    def run(target, step, channel, valid, count, source):
+    @compiled(lanes, *activation_words(activation))
+    def run(target, step, channel, valid, count, source, added):
         if step == NUMBER:
             for i in range(0, count, lanes):
-                square(target + i * step, channel, valid, count - i, source + i * size)
+                square(target + i * step, channel, valid, count - i, source + i * size, *added)
         elif channel == NUMBER:
             for i in range(count):
-                whole(target + i * step, valid, source + i * size)
+                whole(target + i * step, valid, source + i * size, *added)
         else:
             for i in range(count):
-                apart(target + i * step, channel, valid, source + i * size)
+                scattered(target + i * step, channel, valid, source + i * size, *added)
 
     return run
+
+
+def finished_out(lanes: int, activation: str) -> Callable[..., None]:
+    """Makes ``(target, step, channel, valid, count, source, bias, adds, behind)``, :func:`strip_out` that finishes."""
+    put = strip_out(lanes, activation)
+
+    def run(target, step, channel, valid, count, source, bias, adds, behind):
+        put(target, step, channel, valid, count, source, (bias, adds, behind))
+
+    return named(run, lanes, *activation_words(activation))
+
+
+def _with_bias(code: Code, values: list[ir.Value], added: Values) -> list[ir.Value]:
+    """Vectors, with the bias where ``added`` has one."""
+    if not added:
+        return values
+    bias = code.load(added[0])
+    return [code.builder.fadd(value, bias) for value in values]
 
 
 def _rows(
@@ -87,16 +109,21 @@ def _square_in(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _square_out(lanes: int) -> Callable[..., None]:
-    """Makes ``(target, channel, valid, count, source)``, the inverse of :func:`_square_in`."""
+def _square_out(lanes: int, activation: str | None) -> Callable[..., None]:
+    """Makes ``(target, channel, valid, count, source, ...)``, the inverse of :func:`_square_in`.
+
+    What follows is what :func:`strip_out` adds.
+    """
 
     def emit(code: Code, arguments: Values) -> None:
-        target, channel, valid, count, source = arguments
-        rows = transposed(code, [code.load(code.at(source, i * NUMBER * lanes)) for i in range(lanes)])
-        for row, (place, mask) in zip(rows, _rows(code, target, channel, valid, count), strict=True):
-            masks.store(code, row, place, mask)
+        target, channel, valid, count, source, *added = arguments
+        vectors = [code.load(code.at(source, i * NUMBER * lanes)) for i in range(lanes)]
+        rows = transposed(code, _with_bias(code, vectors, added))
+        places = zip(rows, _rows(code, target, channel, valid, count), strict=True)
+        moves = [Move.side_by_side(code, row, place, mask) for row, (place, mask) in places]
+        moved(code, activation, added[1:], moves)
 
-    return intrinsic_of(5, lanes, emit)
+    return intrinsic_of_any(lanes, emit)
 
 
 @functools.cache
@@ -111,14 +138,15 @@ def _whole_in(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _whole_out(lanes: int) -> Callable[..., None]:
-    """Makes ``(target, valid, source)``, the inverse of :func:`_whole_in`."""
+def _whole_out(lanes: int, activation: str | None) -> Callable[..., None]:
+    """Makes ``(target, valid, source, ...)``, the inverse of :func:`_whole_in`."""
 
     def emit(code: Code, arguments: Values) -> None:
-        target, valid, source = arguments
-        masks.store(code, code.load(source), target, masks.below(code, valid))
+        target, valid, source, *added = arguments
+        (value,) = _with_bias(code, [code.load(source)], added)
+        moved(code, activation, added[1:], [Move.side_by_side(code, value, target, masks.below(code, valid))])
 
-    return intrinsic_of(3, lanes, emit)
+    return intrinsic_of_any(lanes, emit)
 
 
 @functools.cache
@@ -133,11 +161,12 @@ def _apart_in(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _apart_out(lanes: int) -> Callable[..., None]:
-    """Makes ``(target, channel, valid, source)``, the inverse of :func:`_apart_in`."""
+def _apart_out(lanes: int, activation: str | None) -> Callable[..., None]:
+    """Makes ``(target, channel, valid, source, ...)``, the inverse of :func:`_apart_in`."""
 
     def emit(code: Code, arguments: Values) -> None:
-        target, channel, valid, source = arguments
-        masks.scatter(code, code.load(source), target, channel, masks.below(code, valid))
+        target, channel, valid, source, *added = arguments
+        (value,) = _with_bias(code, [code.load(source)], added)
+        moved(code, activation, added[1:], [Move.apart(code, value, target, channel, masks.below(code, valid))])
 
-    return intrinsic_of(4, lanes, emit)
+    return intrinsic_of_any(lanes, emit)

@@ -19,8 +19,8 @@ __all__ = ["ROWS", "GradientTiling", "Tiling", "rows_of"]
     W_GROUP, W_OUTPUT, W_INPUT, W_SLICE, W_ROW, W_COLUMN, TURNED,
     FORWARD, FILTER, BACKWARD, DEEP_FORWARD, DEEP_FILTER, DEEP_BACKWARD, PRODUCTS, W_PART, BLOCK_ROWS, DISTANCES,
     LINE, PANEL, TILE, FREQUENCY, OTHER_TILE, OTHER_FREQUENCY, SUM_TILE, SUM_FREQUENCY, OTHERS, SUMS, STRIP, BETWEEN,
-    BIAS, BIAS_VECTOR, NUMBERS,
-) = range(76)  # fmt: skip
+    BIAS, BIAS_VECTOR, RESIDUAL, FINISH, NUMBERS,
+) = range(78)  # fmt: skip
 
 Sizes = tuple[int, int, int]
 """The sizes along depth, height and width; 1 where there is no such axis."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from numba import carray  # type: ignore[attr-defined]
 
 from tilewise.kernels.cpu import vectors
+from tilewise.kernels.cpu.channels_last.finishing import behind
 from tilewise.kernels.cpu.rows import added
 from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, next_number, pointer_call
@@ -118,16 +119,17 @@ def _tiles_in(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _tiles_out(lanes: int) -> Callable[..., None]:
-    """Makes ``(y, v, rows, columns, valid, strip, source, bias)``, which transforms sums back and stores the results.
+def _tiles_out(lanes: int, finishes: bool) -> Callable[..., None]:
+    """Makes ``(y, v, rows, columns, valid, strip, source, bias, distance)``, which stores sums transformed back.
 
-    Arguments are as in :func:`_tiles_in`. ``bias`` is the address of a vector to add, or 0.
+    Arguments are as in :func:`_tiles_in`. ``bias`` is the address of a vector to add, or 0. One that ``finishes`` adds
+    it in registers, then a residual, which lies :func:`behind` the results, and applies the activation.
     """
     vector = NUMBER * lanes
     put, call, deeply, plus = strip_out(lanes), pointer_call(), _deep(lanes), added(lanes)
 
-    @compiled(lanes)
-    def run(y, v, rows, columns, valid, strip, source, bias):
+    @compiled(lanes, *["finishing"] * finishes)
+    def run(y, v, rows, columns, valid, strip, source, bias, distance):
         m, row, column, to_tile, frequency = v[of.M_HEIGHT], v[of.Y_ROW], v[of.Y_COLUMN], v[of.SUM_TILE], v[of.LINE]
         tiles, across, slices, deep = columns[1] - columns[0], v[of.N_WIDTH], v[of.M_DEPTH], v[of.DEEP_BACKWARD]
         plane = v[of.N_HEIGHT] * across
@@ -151,10 +153,14 @@ def _tiles_out(lanes: int) -> Callable[..., None]:
                          tiles)  # fmt: skip
                 place = image + (inside + z) * v[of.Y_SLICE] + top * row + first * column
                 for j in range(min(m, v[of.Y_HEIGHT] - top)):
+                    if finishes:
+                        call(v[of.FINISH], place + j * row, column, v[of.Y_CHANNEL], valid, count, strip + j * pitch,
+                             bias, v[of.RESIDUAL], *distance)  # fmt: skip
+                        continue
                     if bias:
                         for k in range(count):
                             plus(strip + j * pitch + k * vector, bias)
-                    put(place + j * row, column, v[of.Y_CHANNEL], valid, count, strip + j * pitch)
+                    put(place + j * row, column, v[of.Y_CHANNEL], valid, count, strip + j * pitch, ())
             source += tiles * to_tile
 
     return run
@@ -190,11 +196,11 @@ def _taps_out(lanes: int) -> Callable[..., None]:
     def run(target, v, channel, valid, strip):
         high, wide, slice, row, column = v[of.R_HEIGHT], v[of.R_WIDTH], v[of.W_SLICE], v[of.W_ROW], v[of.W_COLUMN]
         if row == wide * column and slice == high * row:
-            put(target, column, channel, valid, v[of.R_DEPTH] * high * wide, strip)
+            put(target, column, channel, valid, v[of.R_DEPTH] * high * wide, strip, ())
         else:
             for i in range(v[of.R_DEPTH] * high):
                 place = target + i // high * slice + i % high * row
-                put(place, column, channel, valid, wide, strip + i * wide * vector)
+                put(place, column, channel, valid, wide, strip + i * wide * vector, ())
 
     return run
 
@@ -291,18 +297,19 @@ def _others(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _block(lanes: int) -> Callable[..., None]:
+def _block(lanes: int, finishes: bool) -> Callable[..., None]:
     """Makes ``(x, u, y, v, scratch, rows, columns, share, group)``, which computes a share of a block's outputs."""
     vector = NUMBER * lanes
-    gather, put, multiply, take = _inputs(lanes), _tiles_out(lanes), pointer_call(), strip_in(lanes)
+    gather, put, multiply, take = _inputs(lanes), _tiles_out(lanes, finishes), pointer_call(), strip_in(lanes)
+    far = behind(finishes)
 
-    @compiled(lanes)
+    @compiled(lanes, *["finishing"] * finishes)
     def run(x, u, y, v, scratch, rows, columns, share, group):
         tiles = (rows[1] - rows[0]) * (columns[1] - columns[0])
         depth, outputs, chunks = v[of.INPUTS], v[of.OUTPUTS], v[of.CHUNKS]
         points = v[of.N_DEPTH] * v[of.N_HEIGHT] * v[of.N_WIDTH]
         sums, strip = scratch + v[of.SUMS], scratch + v[of.STRIP]
-        bias = scratch + v[of.BIAS_VECTOR] if v[of.BIAS] else 0
+        bias, distance = scratch + v[of.BIAS_VECTOR] if finishes or v[of.BIAS] else 0, far(v[of.RESIDUAL], y)
         for c in range(0, depth, lanes):
             gather(x + (group * depth + c) * v[of.X_CHANNEL], v, rows, columns, min(lanes, depth - c), strip,
                    scratch + c * NUMBER)  # fmt: skip
@@ -315,8 +322,10 @@ def _block(lanes: int) -> Callable[..., None]:
                 if first < outputs:
                     place, valid = y + (group * outputs + first) * v[of.Y_CHANNEL], min(lanes, outputs - first)
                     if bias:
-                        take(v[of.BIAS] + (group * outputs + first) * NUMBER, 0, NUMBER, valid, 1, bias)
-                    put(place, v, rows, columns, valid, strip, sums + j * vector, bias)
+                        # Where there is none its vector is zeros, as those from the number of valid ones on are.
+                        known = 0 if finishes and not v[of.BIAS] else valid
+                        take(v[of.BIAS] + (group * outputs + first) * NUMBER, 0, NUMBER, known, 1, bias)
+                    put(place, v, rows, columns, valid, strip, sums + j * vector, bias, distance)
 
     return run
 
@@ -372,13 +381,14 @@ def _bounds(lanes: int) -> Callable[..., tuple[tuple[int, int], tuple[int, int]]
     return run
 
 
-def winograd(lanes: int) -> Callable[..., None]:
+def winograd(lanes: int, finishes: bool = False) -> Callable[..., None]:
     """Makes ``(data)``, which computes all units that no other thread takes.
 
     ``data`` begins as in :func:`tilewise.kernels.cpu.fused_fourier.kernel.convolve`. ``v[KIND]`` is 0 for outputs from
-    transformed filters, 1 for these filters and 2 for filters' gradients.
+    transformed filters, 1 for these filters and 2 for filters' gradients. One that ``finishes`` calls the function of
+    :func:`~tilewise.kernels.cpu.winograd.strips.finished_out` at ``v[FINISH]`` to write outputs.
     """
-    block, filters, gradient, bounds = _block(lanes), _filters(lanes), _gradient(lanes), _bounds(lanes)
+    block, filters, gradient, bounds = _block(lanes, finishes), _filters(lanes), _gradient(lanes), _bounds(lanes)
     count = next_number()
 
     def run(address):
@@ -401,4 +411,4 @@ def winograd(lanes: int) -> Callable[..., None]:
                     gradient(data[7], data[8], data[9], v, scratch, share, chunk, group, part)
                 unit = count(address, 2)
 
-    return named(run, lanes)
+    return named(run, lanes, *["finishing"] * finishes)
