@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tilewise.plan import Config
+from tilewise.problems.activations import activated
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem, Pass
-from tilewise.problems.operands import make_operands, make_result
+from tilewise.problems.operands import make_bias, make_operands, make_residual, make_result
 from tilewise.solvers import get
 from tilewise.solvers.base import SolverUnavailable
 
@@ -27,6 +28,8 @@ LAYER = ConvProblem(Pass.FPROP, 3, 20, 17, (Axis(13, 3, 1, 1, 1, 1), Axis(15, 3,
 def compute(p: ConvProblem, c: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """The result and the exact one; filters are prepared where they are constant."""
     a, b = make_operands(p)
+    bias, residual = make_bias(p, 5), make_residual(p, 5)
+    added = [tensor for tensor in (bias, residual) if tensor is not None]
     out = make_result(p).fill_(math.nan)
     space = torch.full((SOLVER.workspace(p, c),), 0xFF, dtype=torch.uint8)
     run, second = SOLVER.bind(p, c, a, b, out), b
@@ -34,8 +37,11 @@ def compute(p: ConvProblem, c: Config) -> tuple[torch.Tensor, torch.Tensor]:
         second = torch.full((SOLVER.constant(p, c),), 0xFF, dtype=torch.uint8)
         SOLVER.prepare(p, c, b)(b, second, space)
         space.fill_(0xFF)
-    run(a, second, out, space)
-    return out, p.reference(a, b)
+    run(a, second, out, space, *added)
+    want = p.reference(a, b)
+    want = want if bias is None else want + bias.double().view(-1, *[1] * p.dims)
+    want = want if residual is None else want + residual.double()
+    return out, activated(want, p.activation)
 
 
 @pytest.mark.parametrize("pass_", list(Pass))
@@ -53,6 +59,30 @@ def test_the_result_is_rounded_once(pass_: Pass, dtype: str, layout: str) -> Non
         out, want = compute(p, c)
         nearest = want.to(out.dtype).double() - want
         assert (out.double() - want).norm() <= 1.02 * nearest.norm()
+
+
+@pytest.mark.parametrize("constant", [False, True], ids=["filter", "constant"])
+@pytest.mark.parametrize("out_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "view"])
+def test_what_follows_is_computed_before_the_result_is_rounded(layout: str, out_dtype: str, constant: bool) -> None:
+    """The result lies anyhow, and the residual as it does."""
+    p = replace(LAYER, layouts=(layout,) * 3, out_dtype=out_dtype, constant_weight=constant, bias=True, residual=True,
+                activation="hardswish")  # fmt: skip
+    for c in {str(c["solver"]): c for c in SOLVER.configs(p)}.values():
+        assert SOLVER.does_add_bias(p, c)
+        assert SOLVER.does_add_residual(p, c)
+        assert SOLVER.does_activate(p, c)
+        out, want = compute(p, c)
+        nearest = want.to(out.dtype).double() - want
+        assert (out.double() - want).norm() <= 1.02 * nearest.norm() + 1e-5 * want.norm()
+
+
+def test_what_follows_is_the_other_solvers() -> None:
+    p = replace(LAYER, bias=True, residual=True, activation="relu")
+    for c in (Config(), Config(solver="aten"), Config(solver="nobody")):
+        assert not SOLVER.does_add_bias(p, c)
+        assert not SOLVER.does_add_residual(p, c)
+        assert not SOLVER.does_activate(p, c)
 
 
 @pytest.mark.parametrize("pass_", [Pass.FPROP, Pass.DGRAD])

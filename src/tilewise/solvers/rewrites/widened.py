@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
 import torch
 
 from tilewise import solvers
 from tilewise.plan import Config
+from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.base import ALIGNMENT, dense_strides
 from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
@@ -27,12 +28,15 @@ class Widened(ConvSolver):
     Most processors multiply 16-bit numbers no faster than 32-bit ones, and where they do, an algorithm with fewer
     multiplications may still be ahead. Sums are fp32, so the result is closer than that of 16-bit products summed in
     pieces. ``solver`` is the other solver's name, which takes fp32 alone; the rest of a config is its own. Filters that
-    it keeps when they are constant are kept.
+    it keeps when they are constant are kept. Bias, residual and activation are its own too, on fp32 sums.
     """
 
-    name, version = "widened", 1
+    name, version = "widened", 2
     devices = frozenset({"cpu"})
     dtypes = frozenset({"bf16", "fp16"})
+    adds_bias = True
+    adds_residual = True
+    activations = frozenset(CONV_ACTIVATIONS)
     exact_memory = True
 
     def unsupported(self, p: ConvProblem) -> list[str]:
@@ -68,6 +72,18 @@ class Widened(ConvSolver):
         """What the other solver is expected to allocate by itself, in bytes."""
         return _solver(c).hidden_workspace(widened(p), inner_config(c))
 
+    def does_add_bias(self, p: ConvProblem, c: Config) -> bool:
+        """Whether the other solver's config does."""
+        return _does(p, c, lambda solver, wide, inner: solver.does_add_bias(wide, inner))
+
+    def does_add_residual(self, p: ConvProblem, c: Config) -> bool:
+        """Whether the other solver's config does."""
+        return _does(p, c, lambda solver, wide, inner: solver.does_add_residual(wide, inner))
+
+    def does_activate(self, p: ConvProblem, c: Config) -> bool:
+        """Whether the other solver's config does."""
+        return _does(p, c, lambda solver, wide, inner: solver.does_activate(wide, inner))
+
     def constant(self, p: ConvProblem, c: Config) -> int:
         """Bytes of a prepared filter that the other solver keeps."""
         return _solver(c).constant(widened(p), inner_config(c))
@@ -87,7 +103,7 @@ class Widened(ConvSolver):
         """The other solver's cost, and that of the copies before and after it."""
         inner_cost = _solver(c).cost(widened(p), inner_config(c))
         roles = [role for role in (*p.operands, p.result) if not (role == "w" and self.constant(p, c))]
-        copies = sum(3 * p.nbytes(role) for role in roles)
+        copies = sum(3 * p.nbytes(role) for role in (*roles, *["y"] * p.residual))
         return replace(inner_cost, kernels=inner_cost.kernels + len(roles), apart=inner_cost.apart + copies)
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
@@ -103,27 +119,40 @@ class Widened(ConvSolver):
             wide, inner_c, buffers.example(first), buffers.example(second), buffers.example(p.result)
         )
 
+        names = [name for name in ("bias", "residual") if getattr(p, name)]
+
         def run(
-            a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, workspace: torch.Tensor | None
+            a: torch.Tensor,
+            b: torch.Tensor,
+            out: torch.Tensor | None,
+            workspace: torch.Tensor | None,
+            *added: torch.Tensor,
         ) -> torch.Tensor:
             assert out is not None
             left = buffers.filled(first, a, workspace)
             right = b if kept else buffers.filled(second, b, workspace)
-            result = inner(left, right, buffers.of(p.result, workspace), buffers.rest(workspace))
+            more = [buffers.filled(name, tensor, workspace) for name, tensor in zip(names, added, strict=True)]
+            result = inner(left, right, buffers.of(p.result, workspace), buffers.rest(workspace), *more)
             return out.copy_(result)
 
         return run
 
 
 class _Buffers:
-    """Contiguous fp32 copies of operands and result in the workspace, followed by the other solver's own workspace."""
+    """Fp32 copies in the workspace, of operands, result and what is added, then the other solver's own workspace."""
 
     def __init__(self, p: ConvProblem, inner_bytes: int) -> None:
         self.arena, self.inner_bytes, wide = Arena(), inner_bytes, widened(p)
-        self.slots = {
-            role: self.arena.add((math.prod(p.shape(role)),), torch.float32) for role in (*p.operands, p.result)
+        self.shapes = {
+            role: (p.shape(role), dense_strides(p.shape(role), wide.layout(role))) for role in (*p.operands, p.result)
         }
-        self.shapes = {role: (p.shape(role), dense_strides(p.shape(role), wide.layout(role))) for role in self.slots}
+        if p.bias:
+            self.shapes["bias"] = (p.shape(p.result)[1:2], (1,))
+        if p.residual:
+            self.shapes["residual"] = self.shapes[p.result]
+        self.slots = {
+            role: self.arena.add((math.prod(shape),), torch.float32) for role, (shape, _) in self.shapes.items()
+        }
         self.last: Slot = self.arena.add((inner_bytes,), torch.uint8)
 
     def example(self, role: str) -> torch.Tensor:
@@ -157,6 +186,14 @@ def _able(p: ConvProblem) -> tuple[Solver, ...]:
     wide = widened(p)
     narrow = (s for s in solvers.all_solvers() if s.dtypes == {"fp32"} and "cpu" in s.devices)
     return tuple(s for s in narrow if not s.why_not(wide))
+
+
+def _does(p: ConvProblem, c: Config, does: Callable[[Solver, ConvProblem, Config], bool]) -> bool:
+    """Whether the other solver ``does`` something; ``False`` for no config of this solver."""
+    try:
+        return does(_solver(c), widened(p), inner_config(c))
+    except (KeyError, ValueError):
+        return False  # which is said where it is bound
 
 
 def _solver(c: Config) -> Solver:
