@@ -17,6 +17,7 @@ from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.operands import make_bias, make_operands, make_residual, make_result
 from tilewise.solvers import get
 from tilewise.solvers.base import SolverUnavailable
+from tilewise.solvers.products._split import may_use_tile_registers
 
 if importlib.util.find_spec("numba") is None:
     pytest.skip("numba is not installed", allow_module_level=True)
@@ -54,7 +55,9 @@ def test_the_result_is_rounded_once(pass_: Pass, dtype: str, layout: str) -> Non
     for c in SOLVER.configs(p):
         first.setdefault(str(c["solver"]), c)
     last = {"indirect", "winograd_last"} if pass_ is Pass.FPROP and layout == "channels_last" else set()
-    assert set(first) == {"fused_lowering", "winograd"} | last
+    by_tile_registers = {"split_gradients" if pass_ is Pass.WGRAD else "split_products"} & set(first)
+    assert bool(by_tile_registers) == may_use_tile_registers()
+    assert set(first) == {"fused_lowering", "winograd"} | last | by_tile_registers
     for c in first.values():
         out, want = compute(p, c)
         nearest = want.to(out.dtype).double() - want
