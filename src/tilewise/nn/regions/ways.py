@@ -110,10 +110,10 @@ class Times:
         """What it takes to copy a tensor into another format."""
         shape, dtype = tuple(value.shape), value.dtype
         key = "conversion", shape, dtype
-        if key not in self._known:
-            source, target = (self.example(shape, formats(shape)[i], dtype) for i in (-1, 0))
-            self.of(key, lambda: target.copy_(source))
-        return self._known[key]
+        if key in self._known:
+            return self._known[key]
+        source, target = (self.example(shape, formats(shape)[i], dtype) for i in (-1, 0))
+        return self.of(key, lambda: target.copy_(source))
 
 
 def ways_of(
