@@ -18,16 +18,18 @@ from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.common.channels_last import even, innermost
-from tilewise.solvers.common.cpu_run import PAGE, with_teams
+from tilewise.solvers.common.cpu_run import PAGE, numba_missing, with_teams
 from tilewise.solvers.common.tiles import integer
 
 __all__ = [
-    "FAR_RATE", "NEAR", "NEAR_RATE", "PRODUCTS", "RATE", "Division", "Reach", "divisions", "filter_bytes", "forms",
-    "lies_in_planes", "may_use_tile_registers",
+    "FAR_RATE", "NEAR", "NEAR_RATE", "NUMBER", "PRODUCTS", "RATE", "Division", "Reach", "divisions", "filter_bytes",
+    "forms", "image_strides", "lies_in_planes", "may_use_tile_registers", "refused",
 ]  # fmt: skip
 
 PRODUCTS = {2: 3, 3: 6}
 """Products of parts, by their number."""
+NUMBER = 4
+"""Bytes of a number of fp32."""
 RATE = {2: 2.4, 3: 1.6}
 """What products of two and three parts reach, relative to the peak of vector registers."""
 STRIP = 1 << 20
@@ -117,6 +119,17 @@ def _layers(p: ConvProblem) -> list[tuple[int, tuple[Reach, Reach]]]:
 def lies_in_planes(p: ConvProblem, role: str) -> bool:
     """Whether each channel's numbers follow each other, and channels are no neighbours in memory."""
     return p.layout(role) == "contiguous" and not innermost(p, role)
+
+
+def image_strides(p: ConvProblem, role: str, given: list[int], flat: bool) -> tuple[list[int], int]:
+    """The byte strides of images, lines and columns of x or y, and that of its channels. ``flat``: lines are one.
+
+    ``given`` are the tensor's own, of which those of axes with one element say nothing.
+    """
+    planes = lies_in_planes(p, role)
+    pixel = NUMBER if planes else NUMBER * p.shape(role)[1]
+    line = 0 if flat or p.dims == 1 else given[2]
+    return [given[0], line, pixel], given[1] if planes else NUMBER
 
 
 @dataclass(frozen=True)
@@ -241,6 +254,21 @@ class Division:
         finished = 2 * self.rows * 10 * -(-self.panels // self.panel_parts)
         split = self.pixels * self.blocks * DEPTH * (0.4 + 0.1 * self.parts)
         return turns * (max(pairs * steps * product, streamed) + 2 * pairs * finished + split + 2000)
+
+
+def refused(p: ConvProblem) -> list[str]:
+    """Why tile registers cannot compute ``p``: no Numba, none of them, views, groups, 16-bit results."""
+    found = numba_missing()
+    for role in "xy":
+        if not innermost(p, role) and not lies_in_planes(p, role):
+            found.append(f"takes {role} contiguous or channels_last, not as {p.layout(role)}")
+    if p.out_dtype != "fp32":
+        found.append(f"gives fp32, not {p.out_dtype}")
+    if p.groups > 1:
+        found.append(f"takes one group, not {p.groups}")
+    if not found and not may_use_tile_registers():
+        found.append("needs tile registers of bf16 (Intel's AMX), which this processor or its system lacks")
+    return found
 
 
 def divisions(p: ConvProblem, c: Config) -> list[Division]:

@@ -22,13 +22,11 @@ from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.common.cpu_run import byte_strides, kernel_data, numba_reasons, numbers_array, start
 from tilewise.solvers.common.tiles import integer
-from tilewise.solvers.products._split import lies_in_planes, may_use_tile_registers
+from tilewise.solvers.products._split import NUMBER, image_strides, lies_in_planes, may_use_tile_registers
 from tilewise.solvers.products._split_gradients import SUM_TILES, Division, division
 
 __all__ = ["GradientRun"]
 
-NUMBER = 4
-"""Bytes of a number of fp32."""
 PAIR = 64
 """Bytes of a row of a tile, which has two pixels of each of 16 channels."""
 SHIFTED = 2
@@ -38,16 +36,6 @@ OF_DIVISIONS = (
     "line_parts", "column_parts", "width", "image_lines", "reach", "parts", "x_apart", "y_apart",
 )  # fmt: skip
 """The numbers of a kernel that are those of its division."""
-
-
-def _strides(p: ConvProblem, role: str, given: list[int], flat: bool) -> list[int]:
-    """The byte strides of images, lines, columns and channels of x or y.
-
-    ``given`` are the tensor's own, of which those of axes with one element say nothing.
-    """
-    planes = lies_in_planes(p, role)
-    pixel = NUMBER if planes else NUMBER * p.shape(role)[1]
-    return [given[0], 0 if flat else given[2], pixel, given[1] if planes else NUMBER]
 
 
 def _vectors(width: int) -> int:
@@ -131,7 +119,7 @@ class GradientRun:
         """The grid's axes, and the tables of its taps, of its lines and of its columns."""
         p, grid = divided.p, divided.grid
         sides = grid.height, grid.width
-        x, y = _strides(p, "x", x, grid.flat), _strides(p, "y", y, grid.flat)
+        (x, x_channel), (y, y_channel) = (image_strides(p, *role, grid.flat) for role in (("x", x), ("y", y)))
         table = []
         for (region, *_), distance in zip(grid.taps, divided.distances, strict=True):
             place = divided.regions.index((region, distance % 2))
@@ -148,7 +136,8 @@ class GradientRun:
         return {
             "begin": [side.first for side in sides], "end": [side.last for side in sides],
             "ahead": [side.least for side in sides],
-            "x": [x[0], x[1] * grid.height.stride, x[2] * grid.width.stride, x[3]], "y": y,
+            "x": [x[0], x[1] * grid.height.stride, x[2] * grid.width.stride, x_channel],
+            "y": [*y, y_channel],
             "table": self._table(table), "region_table": self._table(n for each in regions for n in each),
             "variants": self._table(n for each in variants for n in each),
         }  # fmt: skip

@@ -16,31 +16,18 @@ from tilewise.solvers.products._split import (
     Division,
     divisions,
     filter_bytes,
+    image_strides,
     lies_in_planes,
     may_use_tile_registers,
 )
 
 __all__ = ["SplitFilters", "SplitRun"]
 
-NUMBER = 4
-"""Bytes of an fp32 number."""
 OF_DIVISIONS = (
     "channels", "blocks", "outputs", "panels", "panel_parts", "all_images", "images", "lines", "columns", "line_parts",
     "column_parts", "rows", "panel_bytes", "apart",
 )  # fmt: skip
 """The numbers of a kernel that are those of its division."""
-
-
-def _strides(p: ConvProblem, role: str, divided: Division, given: list[int]) -> tuple[list[int], int]:
-    """The byte strides of images, lines and columns of a tensor, and that of its channels.
-
-    ``given`` are the tensor's own, of which those of axes with one element say nothing.
-    """
-    pixel = NUMBER if lies_in_planes(p, role) else NUMBER * p.shape(role)[1]
-    channel = given[1] if lies_in_planes(p, role) else NUMBER
-    if divided.flat:
-        return [given[0], 0, pixel], channel
-    return [given[0], *[0] * (2 - p.dims), *given[2:-1], pixel], channel
 
 
 class SplitFilters:
@@ -105,8 +92,8 @@ class _Pixels(FinishingRun):
                 divided.parts, lies_in_planes(p, read), finish, p.activation
             )
         places = divided.places()
-        x, x_channel = _strides(p, read, divided, apart[read])
-        y, y_channel = _strides(p, written, divided, apart[written])
+        x, x_channel = image_strides(p, read, apart[read], divided.flat)
+        y, y_channel = image_strides(p, written, apart[written], divided.flat)
         first = sum(axis.begin * step for axis, step in zip(divided.axes, y[1:], strict=True))
         y = [y[0], *(axis.apart * step for axis, step in zip(divided.axes, y[1:], strict=True))]
         numbers = {

@@ -9,11 +9,9 @@ import torch
 from tilewise.plan import Config
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
-from tilewise.solvers.common.channels_last import innermost
-from tilewise.solvers.common.cpu_run import numba_missing
 from tilewise.solvers.common.tiles import integer
 from tilewise.solvers.conv import ConvSolver
-from tilewise.solvers.products._split import RATE, lies_in_planes, may_use_tile_registers
+from tilewise.solvers.products._split import RATE, refused
 from tilewise.solvers.products._split_gradients import division, forms
 from tilewise.solvers.products._split_gradients_run import GradientRun
 
@@ -46,17 +44,7 @@ class SplitGradients(ConvSolver):
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Reasons: no Numba, no tile registers, images that are views, groups, 16-bit results."""
-        found = numba_missing()
-        for role in "xy":
-            if not innermost(p, role) and not lies_in_planes(p, role):
-                found.append(f"takes {role} contiguous or channels_last, not as {p.layout(role)}")
-        if p.out_dtype != "fp32":
-            found.append(f"gives fp32, not {p.out_dtype}")
-        if p.groups > 1:
-            found.append(f"takes one group, not {p.groups}")
-        if not found and not may_use_tile_registers():
-            found.append("needs tile registers of bf16 (Intel's AMX), which this processor or its system lacks")
-        return found
+        return refused(p)
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
         """For two and three parts the divisions that should be fastest."""

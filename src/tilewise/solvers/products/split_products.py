@@ -10,8 +10,6 @@ from tilewise.plan import Config
 from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
-from tilewise.solvers.common.channels_last import innermost
-from tilewise.solvers.common.cpu_run import numba_missing
 from tilewise.solvers.common.tiles import integer
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.products._split import (
@@ -19,8 +17,7 @@ from tilewise.solvers.products._split import (
     divisions,
     filter_bytes,
     forms,
-    lies_in_planes,
-    may_use_tile_registers,
+    refused,
 )
 from tilewise.solvers.products._split_run import SplitFilters, SplitRun
 
@@ -54,17 +51,7 @@ class SplitProducts(ConvSolver):
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Reasons: no Numba, no tile registers, images that are views, groups, 16-bit results."""
-        found = numba_missing()
-        for role in "xy":
-            if not innermost(p, role) and not lies_in_planes(p, role):
-                found.append(f"takes {role} contiguous or channels_last, not as {p.layout(role)}")
-        if p.out_dtype != "fp32":
-            found.append(f"gives fp32, not {p.out_dtype}")
-        if p.groups > 1:
-            found.append(f"takes one group, not {p.groups}")
-        if not found and not may_use_tile_registers():
-            found.append("needs tile registers of bf16 (Intel's AMX), which this processor or its system lacks")
-        return found
+        return refused(p)
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
         """For two and three parts the divisions that should be fastest."""
