@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.tile_registers import LIMITS, axes, channels, layouts, scratch, with_tile_registers
 
 from tilewise import execute
 from tilewise.plan import Config, Plan
@@ -17,7 +18,6 @@ from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers.base import SolverUnavailable
-from tilewise.solvers.products._split import may_use_tile_registers
 from tilewise.solvers.products._split_gradients import division
 from tilewise.solvers.products.split_gradients import SplitGradients
 
@@ -27,10 +27,6 @@ LAYER = ConvProblem(Pass.WGRAD, 3, 40, 50, (Axis(9, 3, 1, 1, 1, 1), Axis(7, 3, 1
 POINTS = replace(LAYER, axes=(Axis(9, 1), Axis(7, 1)))
 STRIDED = replace(LAYER, axes=(Axis(9, 3, 2, 1, 1, 1), Axis(8, 3, 3, 1, 1, 1)))
 FEW = replace(LAYER, in_channels=3, axes=(Axis(19, 7, 2, 1, 3, 3),) * 2)
-LIMITS = {2: 7e-6, 3: 3e-7}
-GUARD = 1 << 12
-"""Bytes around scratch that must stay as they are."""
-with_tile_registers = pytest.mark.skipif(not may_use_tile_registers(), reason="this processor has no tile registers")
 
 
 def config(p: ConvProblem, parts: int, **changes: int) -> Config:
@@ -41,13 +37,8 @@ def config(p: ConvProblem, parts: int, **changes: int) -> Config:
 
 def computed(p: ConvProblem, c: Config, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """The result of a config whose scratch is full of NaN, as is what lies around it, which must stay so."""
-    size = SOLVER.workspace(p, c)
-    space = torch.full((size + 3 * GUARD,), 0xFF, dtype=torch.uint8, device="cpu")
-    first = GUARD - space.data_ptr() % GUARD
-    got = SOLVER.bind(p, c, x, y, out)(x, y, out, space[first : first + size])
-    assert bool((space[:first] == 0xFF).all())
-    assert bool((space[first + size :] == 0xFF).all())
-    return got
+    with scratch(SOLVER.workspace(p, c)) as space:
+        return SOLVER.bind(p, c, x, y, out)(x, y, out, space)
 
 
 def check(p: ConvProblem, c: Config) -> None:
@@ -71,17 +62,8 @@ def check(p: ConvProblem, c: Config) -> None:
 @st.composite
 def layers(draw: st.DrawFn) -> ConvProblem:
     """Layers of any stride, dilation and padding, which may crop, with any number of channels."""
-    found = []
-    for _ in range(draw(st.integers(1, 2))):
-        kernel, dilation = draw(st.integers(1, 4)), draw(st.integers(1, 2))
-        before, after = draw(st.integers(-1, 2)), draw(st.integers(-1, 2))
-        least = (kernel - 1) * dilation + 1 - before - after
-        size = draw(st.integers(max(least, 2 - min(0, before) - min(0, after), 1), 24))
-        found.append(Axis(size, kernel, draw(st.integers(1, 3)), dilation, before, after))
-    channels = st.one_of(st.integers(1, 70), st.sampled_from((32, 64, 96)))
-    layouts = tuple(draw(st.sampled_from(("contiguous", "channels_last"))) for _ in range(3))
     return ConvProblem(
-        Pass.WGRAD, draw(st.integers(1, 4)), draw(channels), draw(channels), tuple(found), layouts=layouts,
+        Pass.WGRAD, draw(st.integers(1, 4)), draw(channels), draw(channels), draw(axes()), layouts=draw(layouts),
         accumulate=draw(st.booleans()),
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.tile_registers import LIMITS, axes, channels, layouts, scratch, with_tile_registers
 
 from tilewise import execute
 from tilewise.plan import Config, Plan
@@ -18,7 +19,7 @@ from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.operands import make_bias, make_operands, make_residual, make_result
 from tilewise.solvers.base import SolverUnavailable
-from tilewise.solvers.products._split import RATE, divisions, may_use_tile_registers
+from tilewise.solvers.products._split import RATE, divisions
 from tilewise.solvers.products.split_products import SplitProducts
 
 pytest.importorskip("numba")
@@ -29,10 +30,8 @@ LAYER = ConvProblem(
     checked_weight=False,
 )  # fmt: skip
 POINTS = replace(LAYER, axes=(Axis(9, 1), Axis(7, 1)))
-LIMITS = {2: 7e-6, 3: 3e-7}
 PARAMETERS = {"leaky_relu": ":0.1", "clamp": ":-0.25:0.5"}
 EVERY = [name + PARAMETERS.get(name, "") for name in CONV_ACTIVATIONS]
-with_tile_registers = pytest.mark.skipif(not may_use_tile_registers(), reason="this processor has no tile registers")
 
 
 def config(p: ConvProblem, parts: int, **changes: int) -> Config:
@@ -44,14 +43,13 @@ def config(p: ConvProblem, parts: int, **changes: int) -> Config:
 def computed(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, *added: torch.Tensor) -> torch.Tensor:
     """The result of a config in memory full of NaN, as is its scratch."""
     out = make_result(p).fill_(torch.nan)
-    space = torch.full((SOLVER.workspace(p, c) + 64,), 0xFF, dtype=torch.uint8, device="cpu")
-    space = space[-space.data_ptr() % 64 :][: SOLVER.workspace(p, c)]
     run = SOLVER.bind(p, c, a, b, out)
-    if p.constant_weight:
-        kept = torch.full((SOLVER.constant(p, c),), 0xFF, dtype=torch.uint8, device="cpu")
-        SOLVER.prepare(p, c, b)(b, kept, space)
-        b = kept
-    return run(a, b, out, space, *added)
+    with scratch(SOLVER.workspace(p, c)) as space:
+        if p.constant_weight:
+            kept = torch.full((SOLVER.constant(p, c),), 0xFF, dtype=torch.uint8, device="cpu")
+            SOLVER.prepare(p, c, b)(b, kept, space)
+            b = kept
+        return run(a, b, out, space, *added)
 
 
 def check(p: ConvProblem, c: Config) -> None:
@@ -74,18 +72,9 @@ def check(p: ConvProblem, c: Config) -> None:
 @st.composite
 def layers(draw: st.DrawFn) -> ConvProblem:
     """Layers of any stride, dilation and padding, which may crop, with any number of channels."""
-    found = []
-    for _ in range(draw(st.integers(1, 2))):
-        kernel, dilation = draw(st.integers(1, 4)), draw(st.integers(1, 2))
-        before, after = draw(st.integers(-1, 2)), draw(st.integers(-1, 2))
-        least = (kernel - 1) * dilation + 1 - before - after
-        size = draw(st.integers(max(least, 2 - min(0, before) - min(0, after), 1), 24))
-        found.append(Axis(size, kernel, draw(st.integers(1, 3)), dilation, before, after))
-    channels = st.one_of(st.integers(1, 70), st.sampled_from((32, 64, 96)))
-    layouts = tuple(draw(st.sampled_from(("contiguous", "channels_last"))) for _ in range(3))
     p = ConvProblem(
         draw(st.sampled_from((Pass.FPROP, Pass.DGRAD))), draw(st.integers(1, 3)), draw(channels), draw(channels),
-        tuple(found), layouts=layouts, constant_weight=draw(st.booleans()), bias=draw(st.booleans()),
+        draw(axes()), layouts=draw(layouts), constant_weight=draw(st.booleans()), bias=draw(st.booleans()),
     )  # fmt: skip
     if p.pass_ is Pass.DGRAD:
         return p
