@@ -1,9 +1,10 @@
 """Whole networks on a GPU beside torch.compile in each of its modes: inference, and training steps.
 
 The sides of a case: torch eager in both layouts, ``torch.compile`` by default, with ``reduce-overhead`` and with
-``max-autotune`` (both with CUDA graphs), the planned network eager and from CUDA graphs, and the planned network
-compiled in the same modes. ``bf16`` is the type of the weights in inference and autocast in training steps. Several
-runs are queued before each look at the clock, so that the host's time counts only where the device waits for it.
+``max-autotune`` (both with CUDA graphs, in inference also with weights frozen), the planned network eager and from
+CUDA graphs, and the planned network compiled in the same modes. ``bf16`` is the type of the weights in inference and
+autocast in training steps. Several runs are queued before each look at the clock, so that the host's time counts only
+where the device waits for it.
 ``cases``, processes, turns and errors are those of ``peers_cpu``.
 """
 
@@ -35,11 +36,14 @@ CASES: dict[str, float | None] = {
     for network in ("resnet50", "convnext_tiny")
     for batch, mode, least in ((32, "infer", 1.0), (1, "infer", 1.0), (128, "train", 1.05))
 }
-SIDES = dict.fromkeys(
-    ("infer", "train"),
-    ("torch", "torch channels_last", "compile", "compile reduce-overhead", "compile max-autotune", "planned",
-     "planned graphs", "planned compiled", "planned compiled reduce-overhead", "planned compiled max-autotune"),
+TRAINED = (
+    "torch", "torch channels_last", "compile", "compile reduce-overhead", "compile max-autotune", "planned",
+    "planned graphs", "planned compiled", "planned compiled reduce-overhead", "planned compiled max-autotune",
 )  # fmt: skip
+SIDES = {
+    "infer": (*TRAINED, "compile reduce-overhead frozen", "compile max-autotune frozen"),
+    "train": TRAINED,
+}
 
 
 def run(settings: Settings) -> Result:

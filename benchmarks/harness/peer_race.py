@@ -97,9 +97,9 @@ class Subject:
         enabled = self.race.mode == "train" and self.race.dtype == "bf16"
         return torch.autocast(self.x.device.type, torch.bfloat16, enabled=enabled)
 
-    def compiled(self, module: nn.Module, x: torch.Tensor, mode: str) -> Any:
-        """The module compiled by ``torch.compile``; weights of inference on a CPU are frozen."""
-        freezing = self.race.mode == "infer" and x.device.type == "cpu"
+    def compiled(self, module: nn.Module, x: torch.Tensor, mode: str, *, frozen: bool = False) -> Any:
+        """The module compiled by ``torch.compile``; weights of inference on a CPU are always frozen."""
+        freezing = self.race.mode == "infer" and (frozen or x.device.type == "cpu")
         with self.autocast():
             return peers.compiled_with(module, x, mode, freezing=freezing)
 
@@ -177,10 +177,10 @@ def _eager(layout: str) -> Callable[[Subject], Run]:
     return build
 
 
-def _compiled(mode: str, layout: str = "") -> Callable[[Subject], Run]:
+def _compiled(mode: str, layout: str = "", *, frozen: bool = False) -> Callable[[Subject], Run]:
     def build(subject: Subject) -> Run:
         module, x = subject.copied(layout or subject.race.layout)
-        return subject.run(subject.compiled(module, x, mode), module, x)
+        return subject.run(subject.compiled(module, x, mode, frozen=frozen), module, x)
 
     return build
 
@@ -212,6 +212,8 @@ SIDES: Mapping[str, Callable[[Subject], Run]] = {
     "compile channels_last": _compiled("default", "channels_last"),
     "compile reduce-overhead": _compiled("reduce-overhead"),
     "compile max-autotune": _compiled("max-autotune"),
+    "compile reduce-overhead frozen": _compiled("reduce-overhead", frozen=True),
+    "compile max-autotune frozen": _compiled("max-autotune", frozen=True),
     "onnxruntime": _peer("onnxruntime"),
     "openvino": _peer("openvino"),
     "planned": _planned(),

@@ -41,7 +41,10 @@ def compiled_with(module: nn.Module, x: torch.Tensor, mode: str = "default", *, 
     ``torch.compile``'s options alone, torch 2.13 compiles weights as inputs and nothing is folded or packed.
     """
     import torch._inductor.config
+    from torch._inductor.async_compile import AsyncCompile
 
+    if mode == "max-autotune":  # until its processes are up, torch compiles one candidate after the other
+        AsyncCompile.wait_pool_ready()
     compiled = torch.compile(module, mode=mode)
     with torch._inductor.config.patch(freezing=freezing):
         compiled(x)
