@@ -159,7 +159,7 @@ class Plans:
     def error(self, problem: Problem, plan: Plan) -> float | None:
         return 1e-7
 
-    def more_exact(self, problem: Problem, most: float) -> Plan | None:
+    def more_exact(self, problem: Problem, most: float) -> tuple[Plan, float] | None:
         return None
 
 

@@ -61,9 +61,9 @@ class Plans:
         assert plan.error is not None
         return None if plan.solver in self.refused else plan.error.l2
 
-    def more_exact(self, problem: Problem, most: float) -> Plan | None:
+    def more_exact(self, problem: Problem, most: float) -> tuple[Plan, float] | None:
         self.asked.append(most)
-        return plan_by(problem, "fused_lowering", 0.0005, 1e-9) if self.has_exact else None
+        return (plan_by(problem, "fused_lowering", 0.0005, 1e-9), 1e-9) if self.has_exact else None
 
 
 def planned(plans: Plans, judge: Any, monkeypatch: pytest.MonkeyPatch) -> Planning:

@@ -5,6 +5,7 @@ The whole model is tried first. Where it cannot be traced, each of its parts is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from tilewise.nn.regions.trace import Traced, Untraceable, trace
 from tilewise.nn.regions.ways import Times
 from tilewise.nn.report import RegionLine, RegionReport
 from tilewise.nn.step.compare import why_not_compared
+from tilewise.problems.kept_runs import KEPT_BYTES, keeping_runs
 from tilewise.settings import Settings
 
 __all__ = ["RegionPlanner", "why_no_regions"]
@@ -196,7 +198,8 @@ class RegionPlanner:
             raise Untraceable(inputs.obstacle)
         tensors = list(inputs.tensors)
         by_torch = functools.partial(type(module).forward, module, *args, **kwargs)
-        with planning(), undisturbed(), state_kept(module, (args, dict(kwargs))):
+        kept = keeping_runs(KEPT_BYTES) if self._device.type == "cpu" else contextlib.nullcontext()
+        with planning(), undisturbed(), kept, state_kept(module, (args, dict(kwargs))):
             traced = trace(module, args, kwargs, functools.partial(type(module).forward, module))
             wanted = in_float64(traced, tensors)
             own = traced.module(*tensors)

@@ -45,7 +45,7 @@ class Plans(Protocol):
         """The relative L2 error of a plan, which is checked; ``None`` where it must not be used."""
         ...
 
-    def more_exact(self, problem: Problem, most: float) -> Plan | None:
+    def more_exact(self, problem: Problem, most: float) -> tuple[Plan, float] | None:
         """The fastest plan whose error is at most ``most``; ``None`` where there is none."""
         ...
 
@@ -124,7 +124,9 @@ def plan_region(
     if times.device.type == "cpu":  # a GPU's caches hold little from one layer to the next
         with showing(tell):
             region.time_in_place(times, weights, tell)
-    return _exact_enough(region, source, judge, lambda choice: region.planned(choice, weights, fused), times)
+    chosen = _exact_enough(region, source, judge, lambda choice: region.planned(choice, weights, fused), times)
+    chosen.program.use_native()  # where it cannot, it runs step by step from Python and says why
+    return chosen
 
 
 def _exact_enough(
@@ -151,7 +153,7 @@ def _exact_enough(
             elif not squares:  # no plan is what errs
                 break
             else:
-                if not rounds:  # each plan that is asked for is a search
+                if not rounds:  # each plan that is asked for may have to be checked
                     region.add_exact(choice, source, squares)
                 refused = min(refused, squares)
         if best is None:
@@ -250,11 +252,12 @@ class _Region:
             for factor in EXACT:
                 if self._has_exact(part, problem, way.error / factor, source):
                     continue
-                exact = source.more_exact(problem, way.error / factor)
-                if exact is None or exact.error is None:
+                found = source.more_exact(problem, way.error / factor)
+                if found is None:
                     continue
+                exact, error = found
                 ms = way.ms * exact.time_ms / plan.time_ms
-                new = replace(way, ms=ms, what=replace(way.what, plan=exact), error=exact.error.l2)
+                new = replace(way, ms=ms, what=replace(way.what, plan=exact), error=error)
                 if all(other.what != new.what for other in self._ways[part]):
                     self._ways[part] += (new,)
 
@@ -305,14 +308,13 @@ class _Region:
         return builder, steps
 
     def planned(self, choice: Choice, weights: Weights, fused: int) -> Planning:
-        """The program of a choice, with what there is to tell of it."""
+        """The program of a choice, with what there is to tell of it. It runs from Python, as most are tried only."""
         constants = Constants(self._traced.sources, weights)
         builder, _ = self._built(choice, constants)
         chosen = [(unit, ways[i]) for unit, ways, i in zip(self._units, self._ways, choice.ways, strict=True)]
         lines = [_line(unit, way) for unit, way in chosen if unit.kind != VIEW]
         program = builder.finish(self._results)
         constants.settle()
-        program.use_native()  # where it cannot, it runs step by step from Python and says why
         layouts: dict[str, int] = {}
         for line in lines:
             if line.layout:

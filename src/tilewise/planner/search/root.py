@@ -32,6 +32,7 @@ from tilewise.planner.search.partitions import told_as
 from tilewise.planner.search.rates import Key
 from tilewise.planner.search.trial import UNKNOWN, Trial
 from tilewise.problems.base import Problem
+from tilewise.problems.kept_runs import KEPT_BYTES, keeping_runs
 from tilewise.problems.operands import Tensors, make_bias, make_operands, make_residual, make_results
 from tilewise.solvers import Split
 
@@ -80,9 +81,13 @@ class Root:
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Set torch's flags as the problem wants them, and keep the caller's settings away."""
+        """Set torch's flags as the problem wants them, and keep the caller's settings away.
+
+        On a CPU, which draws and computes slowly, what checks compare with is kept from one plan to the next.
+        """
         problem, deterministic = self.problem, self.options.deterministic
-        with problem.flags(deterministic=deterministic), undisturbed():
+        kept = keeping_runs(KEPT_BYTES) if problem.device_type == "cpu" else contextlib.nullcontext()
+        with problem.flags(deterministic=deterministic), undisturbed(), kept:
             yield
 
     def measure_baseline(self) -> None:

@@ -6,6 +6,7 @@ changes here, or in the kinds, outliers and samples, raises :data:`~tilewise.pla
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,7 @@ from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.conv.reference import convolve_by_transform
 from tilewise.problems.conv.samples import MOST_RANKS, Sample, few_samples, first_images, samples_of
 from tilewise.problems.error import Error
+from tilewise.problems.kept_runs import kept_runs
 from tilewise.problems.operands import make_bias, make_operands, make_residual, make_result
 
 __all__ = ["errors_of"]
@@ -59,14 +61,21 @@ def errors_of(problem: ConvProblem, compute: Compute, seams: Seams = WHOLE, own:
     order, counts where ``compute`` is more than twice as far off there as torch.
     """
     worst = Error(0.0, 0.0)
+    kept = None if seams.parted or seams.starts else kept_runs()  # plans of parts are compared elsewhere
     for draw in _draws(problem, seams):
-        run = _Run(problem, draw)
+        key = (problem, draw.seed, draw.roles)
+        make = functools.partial(_Run, problem, draw)
+        run = make() if kept is None else kept.find(key, make)
         block_errors = run.block_errors(compute)
         if draw.mixed is not None:
             worst = _worse(worst, _where_smooth(run, block_errors, own))
         worst = _worse(worst, *block_errors.values())
         if not math.isfinite(worst.l2):
+            if kept is not None:
+                kept.drop(key)  # its operands may be written over
             break
+        if kept is not None:
+            kept.keep(key, run)
     return worst
 
 
@@ -175,11 +184,19 @@ class _Run:
         self._start = 1.0 if problem.accumulate else 0.0  # a solver that sets where it should add is seen
         self._codes = pairs_of(problem, plain(problem) if draw.mixed is None else draw.mixed)
         self._expected: dict[int, _Expected] = {}
+        self._drawn = _fingerprints(self._operands)
         self._room = samples.REFERENCE_BYTES
         """Bytes of references that may still be kept."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors, the references that it has by now included."""
+        added = [t for t in (self._bias, self._residual) if t is not None]
+        expected = [t for each in self._expected.values() for t in each]
+        return sum(t.nbytes for t in (*self._operands, *added, *expected))
+
     def block_errors(self, compute: Compute) -> dict[int, Error]:
-        """Errors of ``compute`` in each block of the result, by its pair of kinds."""
+        """Errors of ``compute`` in each block of the result, by its pair of kinds; infinite where it errs elsewhere."""
         problem = self.problem
         result = make_result(problem)
         if problem.accumulate:
@@ -189,6 +206,8 @@ class _Run:
         assert isinstance(computed, torch.Tensor)
         result = computed
         pause()
+        if _fingerprints(self._operands) != self._drawn:  # written over by what must only read them
+            return {-1: Error(math.inf, math.inf)}
         if not torch.isfinite(result).all():
             return {-1: Error(math.inf, math.inf)}
         pause()
@@ -231,6 +250,14 @@ class _Run:
         codes = _codes(problem, self._codes, sample).flatten()
         present = torch.bincount(codes, minlength=len(KINDS) ** 2).nonzero().flatten().to(like.device)
         return _Expected(want, scale, present, codes.to(like.device) == present[:, None])
+
+
+def _fingerprints(operands: tuple[torch.Tensor, ...]) -> list[int]:
+    """A sum over the bits of each operand, which changes with nearly everything that is written over it."""
+    return [int(t.view(_BITS[t.dtype.itemsize]).sum(dtype=torch.int64)) for t in operands]
+
+
+_BITS = {2: torch.int16, 4: torch.int32}
 
 
 class _Expected(NamedTuple):
