@@ -229,6 +229,8 @@ OURS = "planned"
 
 def raced(race: Race) -> dict[str, Any]:
     """What the process writes: milliseconds and error of each side, and the reasons of those that are missing."""
+    if race.device.startswith("cuda"):
+        peers.take_torchs_assembler()
     flags = framework_flags(torch.device(race.device).type, "ieee", deterministic=False)
     with flags, torch.set_grad_enabled(race.mode == "train"):
         subject = subject_of(race)

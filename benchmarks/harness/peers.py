@@ -16,7 +16,7 @@ from torch import nn
 
 from harness.settings import NothingToMeasure
 
-__all__ = ["PEERS", "Call", "compiled_with", "torch_compiled", "versions"]
+__all__ = ["PEERS", "Call", "compiled_with", "take_torchs_assembler", "torch_compiled", "versions"]
 
 Call = Callable[[], torch.Tensor]
 PACKAGES = ("onnxruntime", "openvino", "onnx", "torch", "torchvision", "timm")
@@ -32,6 +32,17 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def take_torchs_assembler() -> None:
+    """Have Triton in this process take the ``ptxas`` that torch brings, as torch's compile processes do.
+
+    It belongs to the key of what they compile: by another one the program finds nothing of theirs, and compiles every
+    candidate of ``max-autotune`` again. It must be called before Triton compiles anything here.
+    """
+    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+
+    _set_triton_ptxas_path()
 
 
 def compiled_with(module: nn.Module, x: torch.Tensor, mode: str = "default", *, freezing: bool = False) -> Any:
