@@ -1,0 +1,83 @@
+"""The manual's pictures are what their script draws, and show what was measured."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import draw_manual  # noqa: E402
+from svg import Drawing  # noqa: E402
+from tilewise.notation import parse_layer  # noqa: E402
+from tilewise.problem import Pass  # noqa: E402
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("name", draw_manual.DRAWN)
+def test_a_picture_is_what_its_script_draws(name: str) -> None:
+    drawn = str(draw_manual.DRAWN[name]())
+    assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text("utf-8") == drawn, "python tools/draw_manual.py"
+    pages = [path.read_text("utf-8") for path in (ROOT / "docs").rglob("*.md")]
+    assert any(f"pictures/{name}.svg)" in page for page in pages)
+
+
+@pytest.mark.parametrize("name", draw_manual.DRAWN)
+def test_every_shape_is_within_the_picture_and_has_a_style(name: str) -> None:
+    root = ElementTree.fromstring(str(draw_manual.DRAWN[name]()))
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    style = root.findtext(f"{SVG}style") or ""
+    for shape in root.iter():
+        places = [float(shape.attrib[axis]) for axis in ("x", "cx") if axis in shape.attrib]
+        levels = [float(shape.attrib[axis]) for axis in ("y", "cy") if axis in shape.attrib]
+        corners = re.findall(r"([\d.-]+) ([\d.-]+)", shape.get("d", ""))
+        assert all(0 <= x <= width for x in [*places, *(float(x) for x, _ in corners)])
+        assert all(0 <= y <= height for y in [*levels, *(float(y) for _, y in corners)])
+        assert all(f".{kind} {{" in style for kind in shape.get("class", "").split())
+
+
+def test_a_front_falls() -> None:
+    points = draw_manual.front_points()
+    assert len(points) == len(draw_manual.document("mucudnn_fig8")["rows"])
+    for before, after in itertools.pairwise(points):
+        assert before.workspace < after.workspace
+        assert before.time > after.time
+
+
+def test_tiles_read_their_halo() -> None:
+    tiles = draw_manual.tile_rows()
+    assert tiles == [((0, 2), (0, 4)), ((2, 8), (0, 12)), ((10, 8), (8, 12)), ((18, 2), (16, 4))]
+    problem = parse_layer(draw_manual.TILED, pass_=Pass.FPROP)
+    _, first, second, _ = problem.split(problem.space[0], draw_manual.TILES)
+    assert first.problem == second.problem  # the picture says that they are planned once
+
+
+def test_a_queue_waits_for_the_slower_side() -> None:
+    assert draw_manual.ends([1.0, 1.0], [3.0, 3.0]) == [(0, 1, 1, 4), (1, 2, 4, 7)]
+    assert draw_manual.ends([3.0, 3.0], [1.0, 1.0]) == [(0, 3, 3, 4), (3, 6, 6, 7)]
+
+
+def test_times_of_steps_are_those_of_the_document() -> None:
+    drawn = str(draw_manual.timeline())
+    rows = json.loads((draw_manual.RESULTS / "steps.json").read_text("utf-8"))["rows"]
+    for name in draw_manual.RECORDED:
+        step = next(row for row in rows if row["name"] == name and row["group"] == "eager")["details"]["step"]
+        for side in ("torch", "planned"):
+            for words in (f"host {step[f'{side}_host_ms']:.1f}", f"device {step[f'{side}_device_ms']:.1f}"):
+                assert f">{words}</text>" in drawn
+
+
+def test_words_are_escaped() -> None:
+    drawing = Drawing(10, 10, 'a "b" <c>')
+    drawing.text(1, 2, "x < y & z")
+    root = ElementTree.fromstring(str(drawing))
+    assert root.attrib["aria-label"] == 'a "b" <c>'
+    assert root.findtext(f"{SVG}text") == "x < y & z"
