@@ -1,17 +1,22 @@
 """Python blocks of README and manual run as they stand, each file's in one namespace from top to bottom.
 
-Examples in docstrings of public modules give what they say.
+A tutorial is skipped where a library that it plans is not installed. Examples in docstrings of public modules give what
+they say.
 """
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
+import importlib.util
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -22,8 +27,48 @@ def pages_with_blocks() -> list[Path]:
     return [page for page in pages if "_build" not in page.parts and BLOCK.search(page.read_text("utf-8"))]
 
 
-LONG = ("recurrent.md", "torch.md")
+LONG = ("recurrent.md", "torch.md", "depthwise.md", "lightning.md", "monai.md", "timm.md", "unet.md")
 """Pages whose blocks train models or compile kernels for a long time."""
+LIBRARIES = ("diffusers", "lightning", "monai", "timm")
+"""What tutorials plan, of which this environment may have none: they are the extra ``tutorials``."""
+
+
+def imported(blocks: str) -> set[str]:
+    """The packages that a page's code imports."""
+    found = set()
+    for node in ast.walk(ast.parse(blocks)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def skip_without(blocks: str) -> None:
+    """Skip the test of a page whose code imports a library of tutorials that is not installed."""
+    for name in sorted(imported(blocks).intersection(LIBRARIES)):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: pip install '.[tutorials]' would do")
+        _declare_detection_operators()
+
+
+_declared = torch.library.Library("torchvision", "FRAGMENT")
+
+
+def _declare_detection_operators() -> None:
+    """Let torchvision be imported, which these libraries do, where its compiled operators cannot be loaded.
+
+    The package index has them for CUDA alone. torchvision registers what two of them return, which fails where they are
+    not declared. No tutorial calls them.
+    """
+    found = importlib.util.find_spec("torchvision")
+    if found is None or found.origin is None or hasattr(torch.ops.torchvision, "nms"):
+        return
+    try:
+        torch.ops.load_library(Path(found.origin).parent / "_C.so")
+    except OSError:
+        for name in ("nms", "qnms"):
+            _declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 @pytest.mark.parametrize(
@@ -32,13 +77,34 @@ LONG = ("recurrent.md", "torch.md")
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     text = page.read_text("utf-8")
+    skip_without("\n".join(BLOCK.findall(text)))
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
     for block in BLOCK.finditer(text):
         lines_before = text.count("\n", 0, block.start(1))
         # Blank lines first, so that a traceback has the page's line numbers.
         exec(compile("\n" * lines_before + block.group(1), str(page), "exec"), names)
+
+
+def test_packages_of_a_page_are_found() -> None:
+    blocks = "import torch\nfrom monai.networks.nets import UNet\n\ndef late():\n    import timm.models as models\n"
+    assert imported(blocks) == {"torch", "monai", "timm"}
+
+
+def test_a_page_without_its_library_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "LIBRARIES", ("timm", "no_such_package"))
+    skip_without("import torch")
+    with pytest.raises(pytest.skip.Exception, match="no_such_package is not installed"):
+        skip_without("import no_such_package")
+
+
+def test_tutorials_are_listed_and_named_in_the_extra() -> None:
+    tutorials = {page.stem for page in (ROOT / "docs" / "tutorials").glob("*.md")} - {"index"}
+    index = (ROOT / "docs" / "tutorials" / "index.md").read_text("utf-8")
+    assert tutorials == set(re.findall(r"\]\((\w+)\.md\)", index))
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]["tutorials"]
+    assert sorted(re.split(r"\W", each)[0] for each in extra) == sorted(LIBRARIES)
 
 
 def test_a_block_is_found() -> None:
