@@ -24,7 +24,12 @@ from tilewise.problems.base import dense_strides, layout_of
 
 __all__ = ["Builder"]
 
-FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+FORMATS = {
+    ("contiguous", 0): torch.contiguous_format,
+    ("channels_last", 4): torch.channels_last,
+    ("channels_last", 5): torch.channels_last_3d,
+}
+"""What torch calls a layout of tensors with so many dimensions; 0 for any number."""
 Bindings = dict[tuple[Any, Any], Any]
 
 
@@ -125,8 +130,9 @@ class Builder:
         output = self._new(Slot(shape, strides, self._slots[source].dtype))
         layout = layout_of(shape, strides)
         name = f"{node.name} to {layout}"
-        if layout in FORMATS and normal(shape, dense_strides(shape, layout)) == strides:
-            clone = Operator(torch.ops.aten.clone.default, (Place(0),), {"memory_format": FORMATS[layout]})
+        of_torch = FORMATS.get((layout, len(shape)), FORMATS.get((layout, 0)))
+        if of_torch is not None and normal(shape, dense_strides(shape, layout)) == strides:
+            clone = Operator(torch.ops.aten.clone.default, (Place(0),), {"memory_format": of_torch})
             self._steps.append(Step(name, (source,), output, operator=clone))
         else:
             self._steps.append(Step(name, (source,), output, run=copied))

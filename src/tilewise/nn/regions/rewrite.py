@@ -65,7 +65,7 @@ def _dropped(graph: fx.Graph) -> None:
 
 
 def _simplify(graph: fx.Graph) -> None:
-    """Remove operators that return what they are given, and write parts of a split as slices."""
+    """Remove operators that return what they are given, and write parts of a split or an unbind as slices."""
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -75,7 +75,7 @@ def _simplify(graph: fx.Graph) -> None:
             source = node.args[0]
             node.replace_all_uses_with(source)
         elif node.target is operator.getitem:
-            _as_slice(graph, node)
+            _as_part(graph, node)
     _dropped(graph)
 
 
@@ -87,27 +87,36 @@ def _changes_nothing(node: fx.Node) -> bool:
     return False
 
 
-def _as_slice(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace an item of a split by the slice that it is."""
-    split, index = node.args
-    sizes: Any
-    if not isinstance(split, fx.Node) or not isinstance(index, int):
+def _as_part(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace an item of a split by the slice that it is, and one of an unbind by what it selects."""
+    source, index = node.args
+    if not isinstance(source, fx.Node) or not isinstance(index, int) or not source.args:
         return
-    if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
+    value = tensor_of(source.args[0])
+    if value is None:
         return
-    source, sizes, dim = (*split.args, 0)[:3] if len(split.args) < 3 else split.args
-    value = tensor_of(source)
-    if value is None or not isinstance(dim, int):
-        return
-    if isinstance(sizes, int):
-        start, end = index * sizes, min((index + 1) * sizes, value.shape[dim])
+    if source.target is aten.unbind.int:
+        tensor, dim = (*source.args, *source.kwargs.values(), 0)[:2]
+        replacement: tuple[Any, ...] = (aten.select.int, (tensor, dim, index))
+    elif source.target in (aten.split.Tensor, aten.split_with_sizes.default):
+        tensor, sizes, dim = (*source.args, *source.kwargs.values(), 0)[:3]
+        if not isinstance(dim, int):
+            return
+        replacement = (aten.slice.Tensor, (tensor, dim, *_bounds(sizes, index, value.shape[dim])))
     else:
-        start = sum(sizes[:index])
-        end = start + sizes[index]
+        return
     with graph.inserting_before(node):
-        part = graph.call_function(aten.slice.Tensor, (source, dim, start, end))
+        part = graph.call_function(*replacement)
     part.meta.update(node.meta)
     node.replace_all_uses_with(part)
+
+
+def _bounds(sizes: Any, index: int, extent: int) -> tuple[int, int]:
+    """Where part ``index`` of a split of ``extent`` begins and ends, in parts of one size or of several ``sizes``."""
+    if isinstance(sizes, int):
+        return index * sizes, min((index + 1) * sizes, extent)
+    start = sum(sizes[:index])
+    return start, start + sizes[index]
 
 
 def _mark(graph: fx.Graph) -> None:

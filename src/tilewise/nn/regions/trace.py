@@ -217,12 +217,22 @@ def _check(node: fx.Node) -> None:
     unknown = isinstance(value, torch.Tensor) and any(not isinstance(n, int) for n in value.shape)
     if unknown or torch.Tag.data_dependent_output in node.target.tags:
         raise Untraceable(f"what it computes depends on the values of a tensor ({node.target})")
-    if torch.Tag.nondeterministic_seeded in node.target.tags:
+    if torch.Tag.nondeterministic_seeded in node.target.tags and not _is_attention_without_dropout(node):
         raise Untraceable(f"draws random numbers ({node.target})")
     if node.target._schema.is_mutable:
         written = node.args[0] if node.args else None
         which = "a parameter or buffer" if isinstance(written, fx.Node) and written.op == "get_attr" else "its input"
         raise Untraceable(f"its forward writes into {which} ({node.target})")
+
+
+def _is_attention_without_dropout(node: fx.Node) -> bool:
+    """Whether an operator of torch's is attention on a CPU, which draws random numbers for its dropout alone."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    if node.target is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return given.get("dropout_p", 0.0) == 0.0
 
 
 def _is_restrided(node: fx.Node) -> bool:

@@ -116,6 +116,10 @@ class Times:
         return self.of(key, lambda: target.copy_(source))
 
 
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""Attention on a CPU without dropout. Each head of a query, key or value must lie in one piece."""
+
+
 def ways_of(
     unit: Unit,
     known: Mapping[fx.Node, set[Strides]],
@@ -192,6 +196,8 @@ def _views(unit: Unit, known: Mapping[fx.Node, set[Strides]]) -> Iterator[Way]:
 def _operators(unit: Unit, known: Mapping[fx.Node, set[Strides]], times: Times) -> Iterator[Way]:
     """A way for each combination of formats of the inputs."""
     for combination in _combinations(unit, known):
+        if unit.overload is ATTENTION and any(strides[-1] != 1 for strides in combination):
+            continue  # it takes for granted what torch's function asks before it calls it
         tensors = [
             times.example(value_of(node).shape, strides, value_of(node).dtype)
             for node, strides in zip(unit.inputs, combination, strict=True)
