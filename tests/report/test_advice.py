@@ -6,7 +6,8 @@ import copy
 from typing import Any
 
 import pytest
-from tests.report.test_page import HOSTILE, Reader, tables
+from tests.report.reader import Reader, tables
+from tests.report.test_page import HOSTILE
 
 from tilewise.advice import Advice, Part, Point, product
 from tilewise.problems.gemm.problem import GemmProblem

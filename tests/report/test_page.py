@@ -7,99 +7,17 @@ import itertools
 import json
 import re
 import time
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.report.reader import Reader, inner, mib, ms, parts_of, table_of, text_of
 from tests.report.schedules import MIB, schedule
 
 from tilewise.report.page import DocumentError, page
 
-VOID = {"br", "col", "input", "meta", "wbr"}
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&<!--\x00\u202e]]>\ud800{}%s"
-
-
-class Reader(HTMLParser):
-    """Builds a tree and refuses elements that are not closed in order."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.root: dict[str, Any] = {"tag": "", "attributes": {}, "children": []}
-        self._open = [self.root]
-        self.all: list[dict[str, Any]] = []
-        self.feed(text)
-        self.close()
-        assert len(self._open) == 1, self._open[-1]["tag"]
-
-    def handle_starttag(self, tag, attrs):
-        assert len(dict(attrs)) == len(attrs), f"an attribute twice in {tag}"
-        node = {"tag": tag, "attributes": dict(attrs), "children": [], "parent": self._open[-1]}
-        self._open[-1]["children"].append(node)
-        self.all.append(node)
-        if tag not in VOID:
-            self._open.append(node)
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        self.handle_endtag(tag)
-
-    def handle_endtag(self, tag):
-        assert self._open.pop()["tag"] == tag
-
-    def handle_data(self, data):
-        self._open[-1]["children"].append(data)
-
-    def find(self, tag: str, **attributes: str) -> list[dict[str, Any]]:
-        found = [node for node in self.all if node["tag"] == tag]
-        return [n for n in found if all(v in (n["attributes"].get(k) or "").split() for k, v in attributes.items())]
-
-
-def text_of(node: dict[str, Any] | str) -> str:
-    if isinstance(node, str):
-        return node
-    return "".join(text_of(child) for child in node["children"])
-
-
-def inner(node: dict[str, Any], tag: str) -> list[dict[str, Any]]:
-    found = [child for child in node["children"] if not isinstance(child, str)]
-    return [n for child in found for n in ([child] if child["tag"] == tag else []) + inner(child, tag)]
-
-
-def tables(reader: Reader) -> dict[str, list[list[str]]]:
-    """Rows of cells by caption, of the tables that have one."""
-    found = {}
-    for table in reader.find("table"):
-        for caption in inner(table, "caption"):
-            rows = [[text_of(c) for c in row["children"]] for row in inner(table, "tr")]
-            found[text_of(caption)] = rows
-    return found
-
-
-def table_of(reader: Reader, start: str) -> list[dict[str, str]]:
-    ((head, *rows),) = [rows for caption, rows in tables(reader).items() if caption.startswith(start)]
-    return [dict(zip(head, row, strict=True)) for row in rows]
-
-
-def ms(value: float | None) -> str:
-    """Four digits, no finer than a microsecond."""
-    if value is None:
-        return "-"
-    return f"{value:.{0 if value >= 1000 else 1 if value >= 100 else 2 if value >= 10 else 3}f}"
-
-
-def mib(size: int) -> str:
-    """A size, by steps of 1024."""
-    names = ["B", "KiB", "MiB", "GiB"]
-    power = 0
-    while size >= 1024 ** (power + 1) and power < 3:
-        power += 1
-    return f"{size / 1024**power:.1f} {names[power]}" if power else f"{size} B"
-
-
-def parts_of(document: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    return [(layer, found) for layer in document["layers"] for found in layer["passes"]]
 
 
 DOCUMENTS = {
@@ -156,7 +74,7 @@ def test_the_policy_lets_in_the_page_s_own_style_and_script_alone():
 def test_numbers_are_the_document_s(name):
     document = DOCUMENTS[name]
     reader = Reader(page(document))
-    rows = table_of(reader, f"{len(parts_of(document))} layer-passes, framework and planned")
+    rows = table_of(reader, f"{len(parts_of(document))} different layer-passes, framework and planned")
     for row, (layer, found) in zip(rows, parts_of(document), strict=True):
         plan = found["plan"]
         title = layer["names"][0] + (f" x{len(layer['names'])}" if len(layer["names"]) > 1 else "")
@@ -168,7 +86,7 @@ def test_numbers_are_the_document_s(name):
         assert row["framework ms"] == ms(found["framework_ms"])
         assert row["planned ms"] == ms(found["planned_ms"])
         assert row["speed-up"] == ("-" if found["ratio"] is None else f"{found['ratio']:.2f}x")
-        assert row["plan's own ms"] == ms(plan and plan["time_ms"])
+        assert row["ms when planned"] == ms(plan and plan["time_ms"])
         assert row["workspace"] == ("-" if plan is None else mib(plan["workspace"]))
     sizes = table_of(reader, "Memory of each pass")
     assert [row["operands and result"] for row in sizes] == [mib(p["problem"]["bytes"]) for _, p in parts_of(document)]
@@ -208,7 +126,6 @@ def test_summary_and_gains():
         f"{total['framework_ms'] / total['planned_ms']:.2f}x",
         f"{total['geometric_mean']:.2f}x",
         f"{total['replaced']} of {total['passes']}",
-        f"{document['training_step']['ratio']:.2f}x",
         mib(document["budget"]["used"]),
         mib(document["step_memory"]["peak"]),
     ):
@@ -321,9 +238,10 @@ def test_hostile_text_stays_text(path):
     reader = Reader(hostile)
     for tag in ("script", "style", "img", "iframe", "html", "body", "form", "input"):
         assert len(reader.find(tag)) == len(plain.find(tag))
-    assert {key for node in reader.all for key in node["attributes"]} == {
-        key for node in plain.all for key in node["attributes"]
-    }
+    # A name that is shortened is whole in a title; no other attribute may come from a document.
+    assert {key for node in reader.all for key in node["attributes"]} <= {
+        "title", *(key for node in plain.all for key in node["attributes"]),
+    }  # fmt: skip
     assert "<!--" not in hostile
     assert not re.search("[\x00\u202e\ud800]", hostile)
     hostile.encode("utf-8")
@@ -341,7 +259,7 @@ def test_hostile_names_of_configs_stay_text():
     *(("layers", 0, "passes", 1, name) for name in (
         "problem", "replaced", "plan", "reason", "framework_ms", "planned_ms", "ratio", "front", "candidates")),
     *(("layers", 0, "passes", 1, "problem", name) for name in ("key", "layer", "pass", "flops", "bytes")),
-    *(("layers", 0, "passes", 1, "candidates", 0, name) for name in (
+    *(("layers", 0, "passes", 1, "candidates", 1, name) for name in (
         "solver", "config", "time_ms", "framework_ms", "workspace", "error", "reason")),
     ("summary",), *(("summary", name) for name in ("passes", "replaced", "framework_ms", "geometric_mean", "worst")),
     *(("training_step", *more) for more in ((), ("framework",), ("planned", "peak"), ("ratio",))),
@@ -354,7 +272,7 @@ def test_what_is_absent_or_null_stays_out(path):
     document = SMALL
     null = page(changed(document, path, None))
     Reader(null)
-    assert null != page(document) or path[-1] in ("transposed", "left", "reason", "framework_ms", "key")
+    assert null != page(document) or path[-1] in ("transposed", "left", "reason", "framework_ms", "key", "ratio")
     gone = copy.deepcopy(document)
     place: Any = gone
     for step in path[:-1]:
@@ -366,7 +284,9 @@ def test_what_is_absent_or_null_stays_out(path):
 
 def test_sections_of_absent_fields_are_left_out():
     bare = Reader(page(DOCUMENTS["bare"]))
-    assert [n["attributes"]["id"] for n in bare.find("h2")] == ["summary", "layers", "batches", "fronts", "memory"]
+    assert [n["attributes"]["id"] for n in bare.find("h2")] == [
+        "summary", "map", "roofline", "layers", "batches", "fronts", "memory",
+    ]  # fmt: skip
     shown = " ".join(text_of(bare.root).split())
     assert "tilewise time alexnet --json" in shown
     assert f"tilewise explain {parts_of(DOCUMENTS['bare'])[0][1]['problem']['layer']} --pass fprop" in shown
@@ -448,4 +368,4 @@ def test_a_network_of_200_layers_takes_little():
     text = page(document)
     # A bound on growth, not a measurement: work that grows with the square of the layers would take a minute.
     assert time.process_time() - start < 5
-    assert len(text.encode()) < 2.4 * MIB
+    assert len(text.encode()) < 3 * MIB

@@ -184,6 +184,63 @@ def test_in_print_controls_are_gone(browser, file):
     assert browser.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
 
+@pytest.mark.parametrize(("width", "kind"), [(390, "narrow"), (1440, "wide")])
+def test_the_treemap_leads_to_a_row_by_click_and_by_key(browser, file, width, kind):
+    browser.open(file, width)
+    shown = browser.run("['wide', 'narrow'].filter(k => document.querySelector('.map.' + k).checkVisibility())")
+    assert shown == [kind]
+    first = f".map.{kind} a"
+    row = browser.run(f"document.querySelector('{first}').getAttribute('href')")
+    browser.click(first)
+    assert browser.soon(f"document.querySelector('{row} details').open")
+    other = f"[...document.querySelectorAll('{first}')].at(-1)"
+    browser.run(f"{other}.focus()")
+    assert browser.run(f"document.activeElement === {other}")
+    browser.press("Enter", 13, "\r")
+    assert browser.soon(f"document.querySelector({other}.getAttribute('href') + ' details').open")
+
+
+@pytest.mark.parametrize("width", [320, 390, 768, 1440])
+def test_names_stay_on_one_line_and_within_the_page(browser, tmp_path, width):
+    document = schedule(6, kind="time")
+    names = ["שלום.עולם.קונבולוציה", "🧠🔥.layer👩‍🔬", "a_long_name_" * 20, "<b>conv</b>", "层.卷积" * 20, "W" * 30]
+    for layer, name in zip(document["layers"], names, strict=True):
+        layer["names"] = [name]
+    path = tmp_path / "names.html"
+    path.write_text(page(document), "utf-8")
+    browser.open(path, width)
+    browser.run(OPEN_ALL)
+    broken = (
+        "[...document.querySelectorAll('.name')].filter(e => e.getClientRects().length > 1).map(e => e.textContent)"
+    )
+    assert browser.run(broken) == []
+    assert browser.run(WIDER) == []
+    assert browser.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+
+
+def test_words_in_drawings_stay_within_them(browser, file):
+    for width in (320, 390, 1440):
+        browser.open(file, width)
+        outside = """[...document.querySelectorAll('svg:not(.cut-off) > text')].filter(e => {
+          const r = e.getBoundingClientRect(), s = e.ownerSVGElement.getBoundingClientRect();
+          return r.width && (r.left < -1 || r.right > innerWidth + 1 || r.left < s.left - 40 || r.right > s.right + 40);
+        }).map(e => [e.textContent, e.ownerSVGElement.textContent.slice(0, 40)])"""
+        assert browser.run(outside) == []
+
+
+def test_3000_layers_open(browser, tmp_path):
+    path = tmp_path / "many.html"
+    path.write_text(page(schedule(3000, kind="time", candidates=1)), "utf-8")
+    browser.open(path, 1440)
+    took = browser.run("performance.timing.loadEventEnd - performance.timing.navigationStart")
+    # Some two seconds on two cores; the bound finds work that grows with the square of the rows.
+    assert 0 < took < 30_000
+    assert browser.run("document.querySelectorAll('#rows > li').length") == 900
+    target = browser.run("document.querySelector('#layers ~ .numbers [id^=pass-]').id")
+    browser.run(f"location.hash = '#{target}'")
+    assert browser.soon(f"document.getElementById('{target}').checkVisibility()")
+
+
 def test_a_hostile_document_runs_nothing(browser, tmp_path):
     hostile = "</script><script>window.hurt=1</script><img src=x onerror='window.hurt=1'>"
     document = schedule(2)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from tilewise.cli.program import BadInput, bad_input
+from tilewise.machine.files import whole_file
 from tilewise.plan import format_bytes
 
 __all__ = ["command"]
@@ -43,13 +47,14 @@ def command(schedule: Path, output: Path | None) -> None:
     with bad_input(f"SCHEDULE: {name!r}"):
         text = page(_parsed(_read(schedule, name)))
     if str(output) == "-":
-        click.echo(text, nl=False)
+        _print(text)
         return
     try:
-        size = output.write_text(text, "utf-8", newline="\n")
+        with whole_file(output) as file:
+            file.write(text)
     except OSError as error:
         raise BadInput(f"-o: {str(output)!r} cannot be written: {error.strerror}") from error
-    click.echo(f"{format_bytes(size)} written to {output}")
+    click.echo(f"{format_bytes(len(text.encode()))} written to {output}")
 
 
 def _read(schedule: Path, name: str) -> bytes:
@@ -64,6 +69,18 @@ def _read(schedule: Path, name: str) -> bytes:
     return data
 
 
+def _print(text: str) -> None:
+    """The page to stdout. Raises :class:`BadInput` where that is full; a closed pipe is left to click."""
+    try:
+        click.echo(text, nl=False)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # What is left in the buffer would fail once more when Python ends, with words of its own.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise BadInput(f"-o: stdout cannot be written: {error.strerror}") from error
+
+
 def _parsed(data: bytes) -> Any:
     """The document in ``data``: strict JSON. Raises ``ValueError``."""
     try:
@@ -71,7 +88,20 @@ def _parsed(data: bytes) -> Any:
     except RecursionError as error:
         raise ValueError("is nested deeper than any schedule") from error
     except ValueError as error:
-        raise ValueError(f"is not JSON: {error}") from error
+        whole = "; it ends before the document does: run the command that writes it again" if _is_cut(error) else ""
+        raise ValueError(f"is not JSON: {error}{whole}") from error
+
+
+def _is_cut(error: ValueError) -> bool:
+    """Whether text is no JSON because it ends where more must follow, as where it was cut off while it was written."""
+    if isinstance(error, UnicodeDecodeError):
+        return error.reason == "unexpected end of data"
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    # A string that is not closed is told by its beginning; of a word or a number the beginning may be there.
+    rest = error.doc[error.pos :].strip()
+    begun = len(rest) < 8 and re.fullmatch(r"t(ru?)?|f(a(ls?)?)?|n(ul?)?|-|\.[eE]?|[eE][+-]?|\\?u[0-9a-fA-F]*", rest)
+    return not rest or bool(begun) or error.msg.startswith("Unterminated string")
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from tilewise.machine.files import whole_file
 from tilewise.plan import PlanFormatError, device_of, is_busy
 from tilewise.wisdom import rows, tables
 from tilewise.wisdom.tables import Row
@@ -232,24 +231,6 @@ def write(path: Path, document: dict[str, Any]) -> None:
 
     A pipe or a device (``/dev/stdout``) is written to and stays what it is.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        with path.open("w", encoding="utf-8") as file:
-            _dump(document, file)
-        return
-    target = Path(os.path.realpath(path))
-    partial = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.partial")
-    try:
-        with partial.open("x", encoding="utf-8") as file:
-            _dump(document, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def _dump(document: dict[str, Any], file: TextIO) -> None:
-    """Write the document as JSON."""
-    json.dump(document, file, indent=1, allow_nan=False)
-    file.write("\n")
+    with whole_file(path) as file:
+        json.dump(document, file, indent=1, allow_nan=False)
+        file.write("\n")

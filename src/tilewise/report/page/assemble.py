@@ -6,6 +6,7 @@ import base64
 import functools
 import hashlib
 from importlib import resources
+from typing import NamedTuple
 
 from tilewise.report.page.advice import advice_line, advice_sections
 from tilewise.report.page.advice_document import read_advice
@@ -14,14 +15,25 @@ from tilewise.report.page.budget import budget_section
 from tilewise.report.page.contents import Report
 from tilewise.report.page.document import read
 from tilewise.report.page.fronts import fronts_section
-from tilewise.report.page.html import Child, Markup, tag
+from tilewise.report.page.html import Child, Markup, join, render
 from tilewise.report.page.layers import layers_section
-from tilewise.report.page.memory import layer_memory_section, step_section
+from tilewise.report.page.memory import layer_memory_section
+from tilewise.report.page.roofline import roofline_section
 from tilewise.report.page.summary import summary_section
 from tilewise.report.page.svg import patterns
+from tilewise.report.page.timeline import step_section
+from tilewise.report.page.treemap import treemap_section
 from tilewise.report.page.words import short, size
 
 __all__ = ["page"]
+
+
+class Section(NamedTuple):
+    """One section of the page."""
+
+    id: str
+    name: str
+    inside: Markup
 
 
 def page(document: object) -> str:
@@ -38,49 +50,56 @@ def page(document: object) -> str:
     """
     if isinstance(document, dict) and document.get("schema") == "tilewise/advise":
         advice = read_advice(document)
-        return _page(advice.target or "advice", advice_line(advice), advice_sections(advice), _foot(advice.version))
+        sections = [_section(*each) for each in advice_sections(advice)]
+        return _page(advice.target or "advice", "tilewise advice", advice_line(advice), sections, advice.version)
     report = read(document)
-    return _page(report.target or "schedule", _line(report), _sections(report), _foot(report.version))
+    return _page(report.target or "schedule", "tilewise schedule", _line(report), _sections(report), report.version)
 
 
-def _page(target: str, line: str, sections: list[tuple[str, str, list[Child]]], foot: str) -> str:
-    """A whole page of ``sections``, each an identifier, a name and contents."""
-    title = short(target, 120)
-    links = [tag("li", tag("a", name, href=f"#{id_}")) for id_, name, _ in sections]
-    body = tag(
-        "body",
-        tag("a", "Skip to the report", href="#main", class_="skip"),
-        patterns(),
-        tag("header", tag("h1", title), tag("p", line), tag("nav", tag("ul", links), aria_label="Sections")),
-        tag("main", [_section(id_, name, inside) for id_, name, inside in sections], id="main"),
-        tag("footer", tag("p", foot)),
-        tag("script", _asset("script.js")),
+def _page(target: str, what: str, line: str, sections: list[Section], version: str) -> str:
+    """A whole page of ``sections``; ``what`` it is stands in its title, after ``target``."""
+    style, script = _asset("style.css"), _asset("script.js")
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
     )
-    return f"<!doctype html>\n{tag('html', _head(title), body, lang='en')}\n"
+    return render(
+        "page.html",
+        title=short(target, 120),
+        what=what,
+        line=line,
+        sections=sections,
+        foot=_foot(version),
+        patterns=patterns(),
+        policy=Markup(policy),
+        style=style,
+        script=script,
+    )
 
 
-def _sections(report: Report) -> list[tuple[str, str, list[Child]]]:
-    """Identifier, name and contents of each section, optional ones only where the document has them."""
-    sections = [
-        ("summary", "Summary", summary_section(report)),
-        ("layers", "Layers and passes", layers_section(report)),
+def _sections(report: Report) -> list[Section]:
+    """The sections of a schedule: the whole first, then pass by pass; only those that have something to show."""
+    sections = [_section("summary", "Summary", summary_section(report))]
+    whole = [
+        ("map", "Where the time goes", treemap_section(report)),
+        ("roofline", "Roofline", roofline_section(report)),
+        ("step", "A step in time and memory", step_section(report.step, report) if report.step is not None else None),
     ]
+    sections += [_section(id_, name, inside) for id_, name, inside in whole if inside]
+    sections.append(_section("layers", "Layers and passes", layers_section(report)))
     if report.parts:
         sections += [
-            ("batches", "Micro-batches", batches_section(report)),
-            ("fronts", "Time against workspace", fronts_section(report)),
-            ("memory", "Memory per layer", layer_memory_section(report)),
+            _section("batches", "Divided plans", batches_section(report)),
+            _section("fronts", "Time against workspace", fronts_section(report)),
+            _section("memory", "Memory per layer", layer_memory_section(report)),
         ]
-    if report.step is not None:
-        sections.append(("step", "Memory over a step", step_section(report.step)))
     if report.budget is not None:
-        sections.append(("budget", "The budget", budget_section(report.budget)))
+        sections.append(_section("budget", "The budget", budget_section(report.budget)))
     return sections
 
 
-def _section(id_: str, name: str, inside: list[Child]) -> Markup:
+def _section(id_: str, name: str, inside: list[Child]) -> Section:
     """One section of the page."""
-    return tag("section", tag("h2", name, id=id_), inside, aria_labelledby=id_)
+    return Section(id_, name, join(inside))
 
 
 def _line(report: Report) -> str:
@@ -98,24 +117,6 @@ def _foot(version: str) -> str:
     """The text at the page's foot: the version that wrote it, and the units of its numbers."""
     words = f"Written by tilewise {short(version, 40)}." if version else "Written by tilewise."
     return f"{words} Times are medians in milliseconds, sizes are binary (1 MiB = 1,048,576 bytes)."
-
-
-def _head(title: str) -> Markup:
-    """The page's ``head`` element: title, style, script, and a policy that lets nothing else run."""
-    style, script = _asset("style.css"), _asset("script.js")
-    policy = (
-        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
-    )
-    return tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name_="color-scheme", content="light dark"),
-        tag("meta", name_="referrer", content="no-referrer"),
-        tag("title", f"{title}: tilewise schedule"),
-        tag("style", style),
-    )
 
 
 @functools.cache

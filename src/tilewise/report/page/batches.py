@@ -61,20 +61,21 @@ class Run:
 
 def batches_section(report: Report) -> list[Child]:
     """A time line for each divided plan, the longest first."""
-    divided = [part for part in report.parts if part.plan is not None and not part.plan.leaf]
+    divided = list(report.divided)
     if not divided:
         return [tag("p", "No plan divides its layer: each runs in one piece.", class_="note")]
-    divided.sort(key=lambda part: -(part.plan_ms or 0.0))
+    divided.sort(key=lambda part: -(part.time_ms or 0.0))
     runs_of = {part.number: list(runs(part.plan)) for part in divided if part.plan is not None}
     names = list(dict.fromkeys(run.plan.solver for line_runs in runs_of.values() for run in line_runs))
     drawn = [_figure(part, runs_of[part.number], names) for part in divided[:LISTED]]
     beyond = len(divided) - len(drawn)
+    notes = ["Each line is as long as its pass takes, and has its own scale.", "Parts run from left to right, with the"]
+    notes[1] += " shares that they had by themselves when planned; a letter stands for the solver."
+    equal = sum(len(part.names) for part in divided)
+    if equal > len(divided):
+        notes.append(f"Equal layers share a line: {len(divided)} lines for {equal} layer-passes.")
     return [
-        tag(
-            "p",
-            "Each line has its own scale. Parts run from left to right; a letter stands for the solver.",
-            class_="note",
-        ),
+        tag("p", " ".join(notes), class_="note"),
         tag("ul", [key(_kind(i), f"{_letter(i)} {short(name)}") for i, name in enumerate(names)], class_="legend"),
         folded(drawn, SHOWN, "divided plans", "lines"),
         tag("p", f"{beyond} more divided plans are in the table.", class_="note") if beyond else None,
@@ -142,6 +143,11 @@ def _figure(part: Part, line_runs: list[Run], names: list[str]) -> Markup:
     spans = [_span(run, line_runs) for run in (lanes or line_runs)]
     length = max(spans, default=0.0) if together else sum(spans)
     timed = all(run.time_ms is not None for run in line_runs)
+    alone = length
+    if timed and part.time_ms and length:
+        # The line is as long as the pass takes: its parts by themselves can take more or less.
+        spans = [span * (part.time_ms / length) for span in spans]
+        length = part.time_ms
     scale = max(length, part.framework_ms or 0.0) if timed else length
     scale = scale or 1.0
     shapes: list[Child] = []
@@ -159,7 +165,9 @@ def _figure(part: Part, line_runs: list[Run], names: list[str]) -> Markup:
             shapes += _segment(run, at / scale, span / scale, top, 24, names)
             at += span
         height = int(top + 25)
-    words = [f"plan {milliseconds(part.ran_ms if part.planned_ms is not None else part.plan_ms)}"]
+    words = [f"plan {milliseconds(part.time_ms)}"]
+    if timed and abs(alone - length) > 0.1 * length:
+        words.append(f"its parts by themselves {milliseconds(alone)}")
     if part.framework_ms is not None:
         words.append(f"framework {milliseconds(part.framework_ms)}")
     if together:
@@ -195,7 +203,8 @@ def _span(run: Run, line_runs: list[Run]) -> float:
 def _segment(run: Run, x: float, width: float, y: float, height: float, names: list[str]) -> list[Child]:
     """The shapes of one run in a time line."""
     index = names.index(run.plan.solver)
-    title = f"{run.label} {plan_text(run.plan)}: {milliseconds(run.time_ms)}".strip()
+    alone = f": {milliseconds(run.time_ms)} when planned" if run.time_ms is not None else ""
+    title = f"{run.label} {plan_text(run.plan)}{alone}".strip()
     shapes: list[Child] = [rect(x, width, y, height, f"{_kind(index)} seg", title)]
     if 1 < run.times <= MOST_LINES:
         shapes += [
@@ -228,4 +237,4 @@ def _table(divided: list[Part], runs_of: dict[int, list[Run]]) -> Markup:
                 ]
             )
     columns = ("layer", "pass", "#parts", "#size", "solver", "#ms each", "#ms together", "#workspace")
-    return table("Parts of divided plans in the order they run", columns, rows)
+    return table("Parts of divided plans in the order they run, with their times when planned", columns, rows)

@@ -7,7 +7,7 @@ from tilewise.report.page.batches import folded
 from tilewise.report.page.contents import Budget, Segment
 from tilewise.report.page.html import Child, Markup, table, tag
 from tilewise.report.page.svg import key, line, rect, svg
-from tilewise.report.page.words import NOTHING, breakable, count, format_ms, milliseconds, numbers, short, size
+from tilewise.report.page.words import NOTHING, count, format_ms, milliseconds, numbers, short, shown_name, size
 
 __all__ = ["budget_section"]
 
@@ -98,7 +98,7 @@ def _bar(segment: Segment, scale: int) -> Markup:
     text = f"{taken}, {milliseconds(segment.time_ms)}" if segment.time_ms is not None else taken
     return tag(
         "div",
-        tag("span", tag("b", breakable(segment.layer)), " ", tag("i", segment.pass_), class_="who"),
+        tag("span", tag("b", shown_name(segment.layer)), " ", tag("i", segment.pass_), class_="who"),
         svg(
             f"{short(segment.layer)} {segment.pass_}: {text}",
             rect(0, segment.workspace / scale, 1, 14, KINDS.get(segment.pass_, "k1")),

@@ -8,16 +8,21 @@ from dataclasses import dataclass
 
 from tilewise.plan import Measurement, Plan
 
-__all__ = ["Budget", "Layer", "Moment", "Part", "Report", "Segment", "Side", "Step", "Totals", "Training"]
+__all__ = ["Budget", "Compared", "Layer", "Moment", "Part", "Report", "Segment", "Side", "Step", "Totals", "Training"]
 
 
-@dataclass(frozen=True, slots=True)
+LEAST_NOISE = 0.03
+"""A gain or loss below this share of a time is shown as noise, even where single runs lie closer together."""
+
+
+@dataclass(frozen=True)
 class Part:
     """One pass of a layer, the ``number``-th of the page.
 
     ``title`` is the layer's name and how many layers are equal to it; ``names`` are all their names. ``text`` is the
     layer in benchdnn's notation. Times are ``None`` where the document has none: those of the device, and those that
-    the host needs to launch it. ``busy`` says that other processes kept the host busy while they were taken.
+    the host needs to launch it. ``busy`` says that other processes kept the host busy while they were taken,
+    ``taken_back`` that the step runs it by torch although it has a plan.
     """
 
     number: int
@@ -40,6 +45,7 @@ class Part:
     framework_host_ms: float | None = None
     planned_host_ms: float | None = None
     busy: bool = False
+    taken_back: bool = False
 
     @property
     def on_gpu(self) -> bool:
@@ -49,14 +55,54 @@ class Part:
     @property
     def ran_ms(self) -> float | None:
         """Time of what runs: the plan's, timed in turns with the framework's, or the framework's where it is left to
-        it.
+        it. Without a plan nothing runs within the limits, and there is no time.
         """
+        if self.plan is None:
+            return None
         return self.planned_ms if self.planned_ms is not None or self.replaced else self.framework_ms
 
     @property
     def plan_ms(self) -> float | None:
         """The time that the plan had when it was made."""
         return self.plan.time_ms if self.plan is not None and math.isfinite(self.plan.time_ms) else None
+
+    @property
+    def time_ms(self) -> float | None:
+        """The time that the page gives the pass everywhere: what runs, as timed in turns with the framework, or else
+        as it was when the plan was made.
+        """
+        return self.plan_ms if self.ran_ms is None else self.ran_ms
+
+    @property
+    def all_ms(self) -> float:
+        """:attr:`time_ms` of all equal layers together; 0 where it is not known."""
+        return (self.time_ms or 0.0) * len(self.names)
+
+    @functools.cached_property
+    def tried(self) -> Measurement | None:
+        """What was measured of the chosen plan, where the document says what was tried."""
+        plan = self.plan
+        if plan is None:
+            return None
+        found = (m for m in self.candidates or () if not m.reason and m.time_ms is not None)
+        return next((m for m in found if (m.solver, m.config) == (plan.solver, plan.config)), None)
+
+    @property
+    def spread(self) -> float | None:
+        """How far the times of single runs of the plan lie apart: their interquartile range over their median."""
+        return None if self.tried is None else self.tried.dispersion
+
+    @property
+    def noise(self) -> float:
+        """The share of its time that a pass must gain or lose for that to be more than noise."""
+        return max(LEAST_NOISE, self.spread or 0.0)
+
+    @property
+    def gains(self) -> int:
+        """1 where the pass gains more than noise, -1 where it loses more, and 0 where it is about equal."""
+        if self.ratio is None or abs(self.ratio - 1) < self.noise:
+            return 0
+        return 1 if self.ratio > 1 else -1
 
     @property
     def saved_ms(self) -> float | None:
@@ -105,13 +151,37 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
+class Compared:
+    """Whole steps of both sides in pairs, by which passes were chosen: the speed-up with its 95 % interval.
+
+    Times are those of the ``host``, which launches, and of the ``device``, of torch's step and of the planned one.
+    ``kept`` says whether plans run; if not, all of the step is torch's.
+    """
+
+    speedup: float | None
+    least: float | None
+    most: float | None
+    pairs: int | None
+    host: tuple[float | None, float | None]
+    device: tuple[float | None, float | None]
+    kept: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Training:
-    """Training steps of both sides."""
+    """Training steps of both sides, and how passes were chosen by them."""
 
     iterations: int | None
-    ratio: float | None
     framework: Side
     planned: Side
+    compared: Compared | None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times faster the planned step is."""
+        planned, framework = self.planned.step_ms, self.framework.step_ms
+        return framework / planned if framework is not None and planned else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +267,17 @@ class Report:
     def busy(self) -> int:
         """How many layer-passes were timed while other processes kept the host busy."""
         return sum(len(part.names) for part in self.parts if part.busy)
+
+    @functools.cached_property
+    def divided(self) -> list[Part]:
+        """Every pass whose plan divides it."""
+        return [part for part in self.parts if part.plan is not None and not part.plan.leaf]
+
+    @functools.cached_property
+    def convolutions(self) -> str:
+        """What all passes of the document are, in a word."""
+        known = all(part.pass_ in ("fprop", "dgrad", "wgrad") for part in self.parts)
+        return "convolutions" if known else "planned layers"
 
     @functools.cached_property
     def compared(self) -> bool:

@@ -14,6 +14,7 @@ from tilewise.plan import Config, Error, Measurement, Plan, format_bytes
 from tilewise.problems.limits import INT64_MAX
 from tilewise.report.page.contents import (
     Budget,
+    Compared,
     Layer,
     Moment,
     Part,
@@ -138,6 +139,8 @@ def read(document: object) -> Report:
         raise DocumentError(f"version={version}: this tilewise reads versions up to {SCHEMAS[schema]}")
     options = top.part("options") or Fields({}, "options")
     numbers = itertools.count()
+    training = top.part("training_step")
+    taken_back = frozenset(training.texts("taken_back") if training is not None else ())
     return Report(
         target=top.text("target"),
         device=top.text("device"),
@@ -146,9 +149,9 @@ def read(document: object) -> Report:
         options=_options(options),
         workspace=options.integer("workspace"),
         rigor=options.text("rigor"),
-        layers=tuple(_layer(fields, numbers) for fields in top.objects("layers")),
+        layers=tuple(_layer(fields, numbers, taken_back) for fields in top.objects("layers")),
         totals=_totals(top.part("summary")),
-        training=_training(top.part("training_step")),
+        training=_training(training),
         budget=_budget(top.part("budget")),
         step=_step(top.part("step_memory" if "step_memory" in top else "step")),  # version 1 has the latter
     )
@@ -174,8 +177,8 @@ def _options(fields: Fields) -> tuple[tuple[str, str], ...]:
     return tuple((name, text) for name, text in pairs.items() if text)
 
 
-def _layer(fields: Fields, numbers: Iterator[int]) -> Layer:
-    """One layer; ``numbers`` counts passes over all layers."""
+def _layer(fields: Fields, numbers: Iterator[int], taken_back: frozenset[str]) -> Layer:
+    """One layer; ``numbers`` counts passes over all layers, ``taken_back`` are keys of problems left to torch."""
     names = fields.texts("names") or ("unnamed",)
     title = names[0] + (f" x{len(names)}" if len(names) > 1 else "")
     return Layer(
@@ -183,14 +186,17 @@ def _layer(fields: Fields, numbers: Iterator[int]) -> Layer:
         names,
         bool(fields.flag("transposed")),
         fields.text("left"),
-        tuple(_part(pass_fields, next(numbers), title, names) for pass_fields in fields.objects("passes")),
+        tuple(_part(pass_fields, next(numbers), title, names, taken_back) for pass_fields in fields.objects("passes")),
     )
 
 
-def _part(fields: Fields, number: int, title: str, names: tuple[str, ...]) -> Part:
+def _part(fields: Fields, number: int, title: str, names: tuple[str, ...], taken_back: frozenset[str]) -> Part:
     """One pass of a layer."""
     problem = fields.part("problem") or Fields({}, fields.where("problem"))
     front, candidates = fields.entries("front"), fields.entries("candidates")
+    framework_ms, planned_ms = fields.number("framework_ms"), fields.number("planned_ms")
+    # The times say what the ratio is: a document in which they differ shall not show both.
+    ratio = framework_ms / planned_ms if framework_ms is not None and planned_ms else fields.number("ratio")
     return Part(
         number=number,
         title=title,
@@ -203,15 +209,16 @@ def _part(fields: Fields, number: int, title: str, names: tuple[str, ...]) -> Pa
         replaced=bool(fields.flag("replaced")),
         plan=fields.plan("plan"),
         reason=fields.text("reason"),
-        framework_ms=fields.number("framework_ms"),
-        planned_ms=fields.number("planned_ms"),
-        ratio=fields.number("ratio"),
+        framework_ms=framework_ms,
+        planned_ms=planned_ms,
+        ratio=ratio,
         front=None if front is None else tuple(_plan(entry, place) for entry, place in front),
         candidates=None if candidates is None else tuple(_candidate(Fields(*entry)) for entry in candidates),
         device=problem.text("device") or "cpu",
         framework_host_ms=fields.number("framework_host_ms"),
         planned_host_ms=fields.number("planned_host_ms"),
         busy=bool(fields.flag("busy")),
+        taken_back=problem.text("key") in taken_back,
     )
 
 
@@ -281,7 +288,21 @@ def _training(fields: Fields | None) -> Training | None:
     if fields is None:
         return None
     sides = [_side(fields.part(name)) for name in ("framework", "planned")]
-    return Training(fields.integer("iterations"), fields.number("ratio"), *sides)
+    return Training(fields.integer("iterations"), *sides, _compared(fields.part("compared")))
+
+
+def _compared(fields: Fields | None) -> Compared | None:
+    """How whole steps compared, if the document says so."""
+    if fields is None:
+        return None
+    return Compared(
+        *(fields.number(name) for name in ("speedup", "least", "most")),
+        fields.integer("pairs"),
+        host=(fields.number("torch_host_ms"), fields.number("planned_host_ms")),
+        device=(fields.number("torch_device_ms"), fields.number("planned_device_ms")),
+        kept=fields.flag("kept") is not False,
+        reason=fields.text("reason"),
+    )
 
 
 def _side(fields: Fields | None) -> Side:

@@ -10,6 +10,7 @@ from tilewise.report.page.contents import Part, Report
 from tilewise.report.page.html import Child, Markup, escaped, table, tag
 from tilewise.report.page.svg import key, log_ticks
 from tilewise.report.page.words import (
+    DIFFERENT,
     anchor,
     clean_size,
     count,
@@ -31,6 +32,9 @@ LEFT, RIGHT, TOP, BOTTOM = 40.0, 250.0, 14.0, 138.0
 ZERO = 24.0
 """Room left of the axis for a workspace of 0, which a logarithmic axis cannot show."""
 
+ABOVE = 1.005
+"""From how many times the front's time on a plan is said to lie above it: less would not be seen."""
+
 Point = tuple[float, int]
 
 
@@ -42,13 +46,20 @@ def fronts_section(report: Report) -> list[Child]:
         return [tag("p", words, class_="note")]
     choice = [part for part in parts if len(_points(part)) > 1]
     choice.sort(key=lambda part: -(part.plan_ms or 0.0))
+    above = sum(_above(part) is not None for part in choice)
     sizes = [workspace for part in choice for _, workspace in [*_points(part), *_chosen(part)]]
     span, zero = _decades([workspace for workspace in sizes if workspace]), 0 in sizes
     drawn = [_panel(part, span, report.workspace, zero) for part in choice[:LISTED]]
     alone, beyond = len(parts) - len(choice), len(choice) - len(drawn)
     notes = ["Down and to the left is better. Workspace has one logarithmic scale in all panels, time one in each."]
+    notes.append("Times are those of planning; of a division's point it is the sum of its parts' times.")
+    if above:
+        notes.append(
+            f"{count(above, 'chosen plan lies', 'chosen plans lie')} above the front: a chosen plan was timed whole, "
+            "and took longer so than the front has for its workspace."
+        )
     if alone:
-        notes.append(f"{count(alone, 'layer-pass has', 'layer-passes have')} one point alone, which is in the table.")
+        notes.append(f"{count(alone, *DIFFERENT)} {'has' if alone == 1 else 'have'} one point alone, in the table.")
     if beyond:
         notes.append(f"{count(beyond, 'further front is', 'further fronts are')} in the table.")
     legend = [key("dots", "desirable plan"), key("chosen", "chosen plan")]
@@ -136,7 +147,18 @@ def _front_text(part: Part) -> str:
     """A pass's front in words: how many points it has, and the plan that was chosen."""
     plan = part.plan
     chosen = "" if plan is None else f"; chosen {milliseconds(plan.time_ms)} in {size(plan.workspace)}"
-    return count(len(_points(part)), "point") + chosen
+    above = _above(part)
+    words = "" if above is None else f", {above:.0%} above the front: timed whole"
+    return count(len(_points(part)), "point") + chosen + words
+
+
+def _above(part: Part) -> float | None:
+    """How far the chosen plan lies above its own front, as a share of the front's time; ``None`` where it does not."""
+    for ms, workspace in _chosen(part):
+        least = min((time for time, taken in _points(part) if taken <= workspace), default=math.inf)
+        if ms > ABOVE * least:
+            return ms / least - 1
+    return None
 
 
 def _table(parts: list[Part]) -> Markup:

@@ -1,13 +1,20 @@
-"""HTML that is safe by construction: whatever is not :class:`Markup` is escaped where it enters."""
+"""HTML that is safe by construction: jinja2's templates escape what they are given, and so does :func:`tag`.
+
+Whatever is not :class:`markupsafe.Markup` is text from a document. :func:`clean` takes out of it what HTML cannot show,
+and it is escaped where it enters.
+"""
 
 from __future__ import annotations
 
-import html
+import functools
 import re
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-__all__ = ["Child", "Markup", "escaped", "join", "table", "tag"]
+import jinja2
+from markupsafe import Markup, escape
+
+__all__ = ["Child", "Markup", "clean", "escaped", "join", "render", "table", "tag"]
 
 LONGEST = 2000
 """Most characters shown of one text: names and reasons are far shorter, and no text may fill a page."""
@@ -16,29 +23,27 @@ UNSHOWN = re.compile(
     "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 )
 """Control characters, lone surrogates, non-characters, and those that change the direction of what follows."""
+MOST_ROWS = 1500
+"""Most rows of a table, where nobody says otherwise: a page of thousands of layers must open at once."""
 VOID = frozenset({"br", "col", "input", "meta"})
 SHAPES = frozenset({"circle", "line", "path", "rect"})
 """SVG elements that are written as empty elements where they have no children."""
-
-
-class Markup(str):
-    """HTML that is taken as it is."""
-
-    __slots__ = ()
-
 
 Child: TypeAlias = "str | Iterable[Child] | None"
 """Text, which is escaped; markup; several of either; or ``None`` for nothing."""
 
 
-def escaped(text: str) -> Markup:
-    """``text`` as HTML that shows it, in an element or a quoted attribute. Markup stays as it is."""
-    if type(text) is Markup:
-        return text
+def clean(text: str) -> str:
+    """``text`` without what HTML cannot show, and cut off where it would fill the page."""
     if len(text) > LONGEST:
         text = text[:LONGEST] + "…"
     # What Python calls printable holds none of those.
-    return Markup(html.escape(text if text.isprintable() else UNSHOWN.sub("\ufffd", text)))
+    return text if text.isprintable() else UNSHOWN.sub("\ufffd", text)
+
+
+def escaped(text: str) -> Markup:
+    """``text`` as HTML that shows it, in an element or a quoted attribute. Markup stays as it is."""
+    return text if type(text) is Markup else escape(clean(text))
 
 
 def join(children: Iterable[Child]) -> Markup:
@@ -50,6 +55,33 @@ def join(children: Iterable[Child]) -> Markup:
         elif child is not None:
             parts.append(join(child))
     return Markup("".join(parts))
+
+
+def render(name: str, **values: Any) -> Markup:
+    """The template ``name`` of this package, filled with ``values``. A name that it lacks is an error."""
+    return Markup(_templates().get_template(name).render(values))
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    """The templates of this package. All of them escape, and refuse names that they were not given."""
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _finalize(value: object) -> object:
+    """What a template shows of a value: nothing of ``None``, the children of a list, text cleaned."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value if type(value) is Markup else clean(value)
+    return join(value) if isinstance(value, (list, tuple)) else value
 
 
 def tag(name: str, *children: Child, **attributes: str | int | bool | None) -> Markup:
@@ -73,12 +105,23 @@ def tag(name: str, *children: Child, **attributes: str | int | bool | None) -> M
     return Markup(f"<{start}>{inside}</{name}>")
 
 
-def table(caption: str, columns: Sequence[str], rows: Iterable[str | Sequence[str]], captioned: bool = True) -> Markup:
+def table(
+    caption: str,
+    columns: Sequence[str],
+    rows: Iterable[str | Sequence[str]],
+    captioned: bool = True,
+    most: int | None = MOST_ROWS,
+) -> Markup:
     """A table in a box that scrolls by itself.
 
     Columns whose name begins with ``#`` hold numbers. Each row's first cell is its heading; a row that is only text is
-    a heading for the rows below it. ``caption`` names the box, and is shown above the table if ``captioned``.
+    a heading for the rows below it. ``caption`` names the box, and is shown above the table if ``captioned``. Rows
+    beyond ``most`` are counted in a last one.
     """
+    rows = list(rows)
+    beyond = 0 if most is None else max(0, len(rows) - most)
+    if beyond:
+        rows[most:] = [f"{beyond:,} more rows are left out; the document has them"]
     kinds = " ".join(f"n{i}" for i, name in enumerate(columns, 1) if name.startswith("#"))
     head = "".join(f"<th>{escaped(name.removeprefix('#'))}</th>" for name in columns)
     body: list[str] = []

@@ -35,7 +35,7 @@
     const row = /^#pass-\d+$/.test(location.hash) && document.getElementById(location.hash.slice(1));
     if (!row) return;
     row.hidden = false;
-    row.querySelector("details").open = true;
+    (row.querySelector("details") || row.closest("details")).open = true;
     row.scrollIntoView();
   };
 

@@ -17,6 +17,12 @@ SWATCHES = {
     "least": '<path class="{}" d="M11 0v14"/>',
     "dots": '<path class="{}" d="M11 7h0"/>',
     "chosen": '<path class="{}" d="M11 0l7 7-7 7-7-7z"/>',
+    "roof": '<path class="{}" d="M0 7h22"/>',
+    "r1": '<circle class="{}" cx="11" cy="7" r="5"/>',
+    "r2": '<circle class="{}" cx="11" cy="7" r="5"/>',
+    "r3": '<circle class="{}" cx="11" cy="7" r="5"/>',
+    "by-torch": '<circle class="{}" cx="11" cy="7" r="3"/>',
+    "spread": '<path class="{}" d="M2 7h18M2 3v8M20 3v8"/>',
 }
 """The drawing in a legend for classes where it is not a box."""
 
@@ -47,9 +53,13 @@ def write(x: str, y: float, text: str, kind: str = "", anchor: str = "") -> Mark
     return tag("text", text, x=x, y=f"{y:.5g}", class_=kind or None, text_anchor=anchor or None)
 
 
-def svg(title: str, *children: Child, height: int, kind: str = "") -> Markup:
-    """A drawing as wide as its place. ``title`` says what it shows to those who do not see it."""
-    attributes = f'role="img" width="100%" height="{height}"' + (f' class="{kind}"' if kind else "")
+def svg(title: str, *children: Child, height: int, kind: str = "", links: bool = False) -> Markup:
+    """A drawing as wide as its place. ``title`` says what it shows to those who do not see it.
+
+    One that holds ``links`` is a group: those who do not see it find them in it.
+    """
+    role = "group" if links else "img"
+    attributes = f'role="{role}" width="100%" height="{height}"' + (f' class="{kind}"' if kind else "")
     return Markup(f"<svg {attributes}><title>{escaped(title)}</title>{join(children)}</svg>")
 
 
@@ -67,6 +77,7 @@ def patterns() -> Markup:
         "fw": (6, "M-1 1 1-1M0 6 6 0M5 7 7 5"),
         "ws": (6, "M-1 5 1 7M0 0 6 6M5-1 7 1"),
         "rs": (5, "M1 1.5h1.4M3.5 4h1.4"),
+        "down": (6, "M-1 5 1 7M0 0 6 6M5-1 7 1"),
         "k2": (7, "M-1 1 1-1M0 7 7 0M6 8 8 6"),
         "k3": (6, "M1 2h1.6M4 5h1.6"),
         "k4": (6, "M0 3h6"),

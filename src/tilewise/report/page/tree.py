@@ -6,10 +6,11 @@ import math
 import re
 from collections.abc import Iterable
 
-from tilewise.plan import Measurement, is_busy
+from tilewise.plan import Measurement, Plan, is_busy
 from tilewise.report.page.contents import Layer, Part
-from tilewise.report.page.html import Child, Markup, table, tag
+from tilewise.report.page.html import Child, Markup, join, table, tag
 from tilewise.report.page.words import (
+    NAME,
     NOTHING,
     count,
     distance,
@@ -30,7 +31,10 @@ __all__ = ["inside"]
 def _columns(part: Part) -> tuple[str, ...]:
     """Columns of the table of a plan and of what was tried; on a GPU with the host's times."""
     host = ("#host ms",) if part.on_gpu else ()
-    return ("plan", "#ms", *host, "#of plan's time", "#workspace", "#L2 error", "#spread", "")
+    # Where the pass was timed again, beside the framework, the row above has that time.
+    again = part.ran_ms is not None and part.plan_ms is not None and format_ms(part.ran_ms) != format_ms(part.plan_ms)
+    ms = "#ms when planned" if again else "#ms"
+    return ("plan", ms, *host, "#of plan's time", "#varies", "#workspace", "#L2 error", "#spread")
 
 
 def _times(time_ms: float | None, host_ms: float | None, busy: bool, part: Part) -> list[str]:
@@ -64,6 +68,10 @@ def _problem(part: Part, layer: Layer) -> Markup:
         words = "saves" if part.saved_ms >= 0 else "loses"
         layers = f" in {len(part.names)} layers" if len(part.names) > 1 else ""
         facts.append(f"{words} {milliseconds(abs(part.saved_ms))}{layers}")
+    if part.taken_back:
+        facts.append("taken back: the step runs it by torch, although the plan is faster by itself")
+    if len(layer.title) > NAME:
+        facts.append(f"layer {short(layer.title, 400)}")
     if len(part.names) > 1:
         facts.append("equal layers: " + short(", ".join(part.names), 600))
     return tag("ul", [tag("li", fact) for fact in facts], class_="line")
@@ -76,18 +84,39 @@ def _tree(part: Part) -> list[list[str]]:
         name = f"{times} x {plan_text(plan)}" if times > 1 else plan_text(plan)
         if depth == 0 and not part.replaced:
             name += " (left to torch)"
+        why = "; ".join(word for word in (_kept(plan), "" if depth else _again(part)) if word)
         rows.append(
             [
-                tag("span", name, class_=f"d{min(depth, 8)}") if depth else tag("b", name),
+                _head(tag("span", name, class_=f"d{min(depth, 8)}") if depth else tag("b", name), why),
                 *_times(plan.time_ms, plan.host_ms, plan.busy, part),
                 "",
+                NOTHING if depth or part.spread is None else f"{part.spread:.0%}",
                 size(plan.workspace),
                 distance(plan.error),
                 distance(plan.error, "spread"),
-                f"keeps {size(plan.constant)} between calls" if plan.constant else "",
             ]
         )
     return rows
+
+
+def _head(name: str, why: str) -> Markup:
+    """The first cell of a row: its name, and below it what is to be said of it."""
+    return join([name, tag("span", why, class_="why")] if why else name)
+
+
+def _kept(plan: Plan) -> str:
+    """What a plan keeps between calls, in words."""
+    return f"keeps {size(plan.constant)} between calls" if plan.constant else ""
+
+
+def _again(part: Part) -> str:
+    """What the plan took as one of the candidates, where that is another time than the plan's."""
+    m = part.tried
+    if m is None:
+        return ""
+    runs = f"chosen, {count(m.runs, 'run')}" if m.runs else "chosen"
+    same = m.time_ms is None or part.plan_ms is None or format_ms(m.time_ms) == format_ms(part.plan_ms)
+    return runs if same else f"{runs}; {milliseconds(m.time_ms)} as one of the candidates"
 
 
 def _where_to_look(part: Part) -> Markup:
@@ -104,11 +133,10 @@ def _tried(part: Part, most: int) -> tuple[list[str | list[str]], Markup | None]
     won = [m for m in candidates if not m.reason]
     lost = _grouped(m for m in candidates if m.reason)
     won.sort(key=lambda m: (math.inf if m.time_ms is None else m.time_ms, m.solver))
-    chosen = next((m for m in won if _chosen(m, part)), None)
     rows: list[str | list[str]] = [f"Tried: {count(len(won), 'candidate')} measured, {len(candidates) - len(won)} lost"]
-    rows += [_measured(m, m is chosen, part) for m in won[:most]]
-    if chosen is not None and not any(m is chosen for m in won[:most]):
-        rows.append(_measured(chosen, True, part))
+    # The chosen one is the plan above: a second row would be a second time of the same.
+    won = [m for m in won if m is not part.tried]
+    rows += [_measured(m, part) for m in won[:most]]
     rows += [_lost(m, times, part) for m, times in lost[:most]]
     notes = []
     if len(won) > most:
@@ -119,28 +147,28 @@ def _tried(part: Part, most: int) -> tuple[list[str | list[str]], Markup | None]
     return rows, more
 
 
-def _chosen(m: Measurement, part: Part) -> bool:
-    """Whether a measurement is of the chosen plan."""
-    return part.plan is not None and m.solver == part.plan.solver and m.config == part.plan.config
-
-
-def _measured(m: Measurement, chosen: bool, part: Part) -> list[str]:
-    """The row of a measured candidate."""
+def _measured(m: Measurement, part: Part) -> list[str]:
+    """The row of a measured candidate that was not chosen."""
     ratio = m.time_ms / part.plan_ms if m.time_ms is not None and part.plan_ms else None
-    why = "chosen" if chosen else "slower" if ratio is not None and ratio > 1 else NOTHING
-    if why == NOTHING and part.plan is not None and m.workspace is not None and m.workspace > part.plan.workspace:
+    why = "slower" if ratio is not None and ratio > 1 else ""
+    if not why and part.plan is not None and m.workspace is not None and m.workspace > part.plan.workspace:
         why = "takes more workspace than the plan"
     times = _times(m.time_ms, m.host_ms, is_busy(m.load, part.device), part)
-    cells = [_name(m), *times, format_ratio(ratio), size(m.workspace)]
-    return [*cells, distance(m.error), distance(m.error, "spread"), tag("b", why) if chosen else why]
+    cells = [_head(_name(m), why), *times, format_ratio(ratio), _varies(m), size(m.workspace)]
+    return [*cells, distance(m.error), distance(m.error, "spread")]
+
+
+def _varies(m: Measurement) -> str:
+    """How far single runs of a candidate lie apart."""
+    return NOTHING if m.dispersion is None else f"{m.dispersion:.0%}"
 
 
 def _lost(m: Measurement, times: int, part: Part) -> list[str]:
     """The row of ``times`` similar lost candidates."""
     name = _name(m) + (f" and {count(times - 1, 'other')}" if times > 1 else "")
     taken = _times(m.time_ms, m.host_ms, is_busy(m.load, part.device), part)
-    cells = [name, *taken, NOTHING, size(m.workspace), distance(m.error), distance(m.error, "spread")]
-    return [*cells, short(m.reason, 400)]
+    cells = [_head(name, short(m.reason, 400)), *taken, NOTHING, _varies(m), size(m.workspace)]
+    return [*cells, distance(m.error), distance(m.error, "spread")]
 
 
 def _name(m: Measurement) -> str:

@@ -6,13 +6,14 @@ import math
 
 from tilewise.plan import Error, Plan, format_bytes
 from tilewise.report.page.contents import Part
-from tilewise.report.page.html import Markup, escaped, tag
+from tilewise.report.page.html import Markup, tag
 from tilewise.report.tables import LEFT, NOTHING, format_ms, format_ratio, plan_name
 from tilewise.report.values import is_left
 
 __all__ = [
-    "LEFT", "NOTHING", "anchor", "breakable", "clean_size", "count", "distance", "format_ms", "format_ratio",
-    "milliseconds", "name_of", "numbers", "plan_text", "rate", "root_text", "short", "size",
+    "DIFFERENT", "LEFT", "NAME", "NOTHING", "anchor", "clean_size", "count", "distance", "format_ms", "format_ratio",
+    "middle", "milliseconds", "name_of", "numbers", "plan_text", "rate", "rate_text", "root_text", "short",
+    "shown_name", "size", "varies",
 ]  # fmt: skip
 
 
@@ -44,10 +45,14 @@ def distance(error: Error | None, which: str = "l2") -> str:
 
 def rate(flops: int | None, time_ms: float | None) -> str:
     """Floating-point operations of the direct method per second, as text."""
-    if not flops or not time_ms:
-        return NOTHING
-    value = flops / time_ms / 1e6
-    return f"{value / 1000:.3g} TFLOP/s" if value >= 1000 else f"{value:.3g} GFLOP/s"
+    return NOTHING if not flops or not time_ms else rate_text(flops / time_ms / 1e6)
+
+
+def rate_text(gflops: float) -> str:
+    """A rate in GFLOP/s as text, with the unit that fits."""
+    units = ("GFLOP/s", "TFLOP/s", "PFLOP/s")
+    power = 0 if gflops < 1000 else 1 if gflops < 1e6 else 2
+    return f"{gflops / 1000**power:.3g} {units[power]}"
 
 
 def short(text: str, most: int = 60) -> str:
@@ -55,9 +60,24 @@ def short(text: str, most: int = 60) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def breakable(name: str) -> Markup:
-    """A layer's name, where lines may break after a dot."""
-    return Markup(escaped(short(name, 48)).replace(".", ".<wbr>"))
+def middle(name: str, most: int) -> str:
+    """A name of at most ``most`` characters: its beginning and its end, which names of one network differ in."""
+    if len(name) <= most:
+        return name
+    end = max(1, (most - 1) * 2 // 3)
+    return f"{name[: max(0, most - 1 - end)]}…{name[-end:]}"
+
+
+DIFFERENT = ("different layer-pass", "different layer-passes")
+"""Passes where equal layers count once, in words; as layer-passes each of them counts."""
+NAME = 30
+"""Most characters of a layer's name in a row; a longer one is whole inside of it."""
+
+
+def shown_name(name: str, most: int = NAME) -> Markup:
+    """A layer's name, which never breaks and keeps its direction to itself; one that is shortened is whole on hover."""
+    cut = middle(name, most)
+    return tag("bdi", cut, class_="name", title=short(name, 400) if cut != name else None)
 
 
 def plan_text(plan: Plan) -> str:
@@ -74,12 +94,17 @@ def root_text(part: Part) -> str:
 
 def name_of(part: Part) -> str:
     """A pass's layer and name."""
-    return f"{short(part.title)} {part.pass_}"
+    return f"{middle(part.title, 60)} {part.pass_}"
 
 
-def anchor(part: Part, text: str = "") -> Markup:
+def anchor(part: Part) -> Markup:
     """A link to the row of a pass."""
-    return tag("a", text or name_of(part), href=f"#pass-{part.number}")
+    return tag("a", shown_name(part.title), " ", part.pass_, href=f"#pass-{part.number}")
+
+
+def varies(part: Part) -> str:
+    """How far single runs of a pass's plan lie apart, in words; empty where the document does not say."""
+    return "" if part.spread is None else f"varies {part.spread:.0%}"
 
 
 def numbers(picture: Markup) -> Markup:
