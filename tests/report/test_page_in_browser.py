@@ -15,9 +15,10 @@ from tilewise.report.page import page
 PROGRAM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs Debian's chromium")
 
+# A link in a drawing is as wide as its words, also where these are cut off.
 WIDER = """[...document.querySelectorAll('body *')].filter(e => {
   const r = e.getBoundingClientRect();
-  return r.width && r.right > innerWidth + 1 && !e.closest('.scroll, .skip, .defs, svg svg');
+  return r.width && r.right > innerWidth + 1 && e.tagName !== 'a' && !e.closest('.scroll, .skip, .defs, svg svg');
 }).map(e => e.tagName + '.' + e.className).slice(0, 5)"""
 OPEN_ALL = "document.querySelectorAll('details').forEach(d => d.open = true)"
 

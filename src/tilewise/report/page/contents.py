@@ -238,7 +238,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Report:
-    """All that the page shows. ``options`` are pairs (name, text); ``workspace`` is the limit per kernel in bytes."""
+    """All that the page shows. ``options`` are pairs (name, text); ``workspace`` is the limit per kernel in bytes.
+
+    ``in_turns`` says that both sides were timed in turns, not each when it was measured.
+    """
 
     target: str
     device: str
@@ -252,6 +255,7 @@ class Report:
     training: Training | None
     budget: Budget | None
     step: Step | None
+    in_turns: bool = True
 
     @functools.cached_property
     def parts(self) -> list[Part]:

@@ -154,6 +154,7 @@ def read(document: object) -> Report:
         training=_training(training),
         budget=_budget(top.part("budget")),
         step=_step(top.part("step_memory" if "step_memory" in top else "step")),  # version 1 has the latter
+        in_turns=schema == "tilewise/time",
     )
 
 
@@ -287,8 +288,8 @@ def _training(fields: Fields | None) -> Training | None:
     """The training steps, if the document has them."""
     if fields is None:
         return None
-    sides = [_side(fields.part(name)) for name in ("framework", "planned")]
-    return Training(fields.integer("iterations"), *sides, _compared(fields.part("compared")))
+    framework, planned = (_side(fields.part(name)) for name in ("framework", "planned"))
+    return Training(fields.integer("iterations"), framework, planned, _compared(fields.part("compared")))
 
 
 def _compared(fields: Fields | None) -> Compared | None:
@@ -296,8 +297,10 @@ def _compared(fields: Fields | None) -> Compared | None:
     if fields is None:
         return None
     return Compared(
-        *(fields.number(name) for name in ("speedup", "least", "most")),
-        fields.integer("pairs"),
+        speedup=fields.number("speedup"),
+        least=fields.number("least"),
+        most=fields.number("most"),
+        pairs=fields.integer("pairs"),
         host=(fields.number("torch_host_ms"), fields.number("planned_host_ms")),
         device=(fields.number("torch_device_ms"), fields.number("planned_device_ms")),
         kept=fields.flag("kept") is not False,

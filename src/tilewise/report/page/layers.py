@@ -10,6 +10,7 @@ from tilewise.report.page.html import Child, Markup, render, table, tag
 from tilewise.report.page.svg import key, line, rect, svg
 from tilewise.report.page.tree import inside
 from tilewise.report.page.words import (
+    BUSY,
     DIFFERENT,
     LEFT,
     NOTHING,
@@ -28,7 +29,7 @@ from tilewise.report.page.words import (
     size,
     varies,
 )
-from tilewise.report.tables import BUSY, marked
+from tilewise.report.tables import marked
 
 __all__ = ["layers_section"]
 
@@ -42,6 +43,12 @@ OPTIONS = (
 """What rows can be sorted by."""
 
 
+IN_TURNS = {
+    True: "Framework and plan were timed in turns in one run.",
+    False: "Plans have their times of planning, the framework those that it had when it was last measured; "
+    "'tilewise time' takes both in turns.",
+}
+"""How both sides were timed, by whether it was in turns."""
 MOST = 900
 """Most passes that have a row which opens. Of a network with more, these are the longest."""
 
@@ -94,7 +101,7 @@ def _scale(report: Report, greatest: float) -> str:
     """What the bars show, in words."""
     words = [f"Bars are on one scale from 0 to {milliseconds(greatest)}." if greatest else "No times are given."]
     if report.compared:
-        words.append("Framework and plan were timed in turns in one run.")
+        words.append(IN_TURNS[report.in_turns])
         words.append("A speed-up in colour is more than noise: 3 %, or more where single runs lie further apart.")
     else:
         estimated = " and estimated, not measured," if report.rigor == "estimate" else ""

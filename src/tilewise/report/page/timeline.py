@@ -68,11 +68,20 @@ def _facts(step: Step) -> str:
     """Limit, peak and least memory of a step, in words."""
     words = ["No limit was set" if step.limit is None else f"Limit {format_bytes(step.limit)}"]
     if step.peak is not None:
-        share = f" ({step.peak / step.limit:.0%} of the limit)" if step.limit else ""
+        share = f" ({_share(step.peak / step.limit)} of the limit)" if step.limit else ""
         words.append(f"peak {format_bytes(step.peak)}{share}")
     if step.least is not None:
         words.append(f"the step needs {format_bytes(step.least)} at least")
+    most = max((m.total for m in step.moments), default=0)
+    if step.peak is not None and most and step.peak > 1.01 * most:
+        # Between kernels there is more at times, and torch's allocator rounds up.
+        words.append(f"at these kernels {format_bytes(most)} at most")
     return ", ".join(words) + f"; {count(len(step.moments), 'kernel')} in the order they ran."
+
+
+def _share(share: float) -> str:
+    """A share in percent; one that is not nothing does not read as nothing."""
+    return "under 1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 
 def _scale(step: Step, times: Sequence[float | None], timed: bool) -> str:

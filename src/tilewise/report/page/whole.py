@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewise.report.page.contents import Report, Training
 from tilewise.report.page.html import Child, Markup, render
 from tilewise.report.page.svg import key, rect, svg
-from tilewise.report.page.words import count, format_ratio, milliseconds
+from tilewise.report.page.words import BUSY, count, format_ratio, milliseconds
 
 __all__ = ["interval", "whole_step"]
 
@@ -42,7 +42,7 @@ class Bar:
     def text(self) -> str:
         """Its times in words, but for the whole."""
         words = []
-        if self.step_ms is not None and self.layers_ms is not None and self.fits:
+        if self.step_ms is not None and self.layers_ms is not None:
             share = f" ({self.layers_ms / self.step_ms:.0%})" if self.step_ms else ""
             words.append(f"{self.layers} {milliseconds(self.layers_ms)}{share}")
             words.append(f"the rest {milliseconds(self.step_ms - self.layers_ms)}")
@@ -55,9 +55,9 @@ class Bar:
         whole = self.layers_ms if self.step_ms is None else self.step_ms
         shapes: list[Child] = []
         if self.step_ms is not None:
-            kind = "ot" if self.layers_ms is not None and self.fits else self.kind
+            kind = "ot" if self.layers_ms is not None else self.kind
             shapes.append(rect(0, self.step_ms / scale, 1, 24, kind, f"step {milliseconds(self.step_ms)}"))
-        if self.layers_ms is not None and self.fits:
+        if self.layers_ms is not None:
             title = f"{self.layers} {milliseconds(self.layers_ms)}"
             shapes.append(rect(0, self.layers_ms / scale, 1, 24, self.kind, title))
         if self.host_ms is not None:
@@ -69,13 +69,16 @@ class Bar:
 def whole_step(report: Report) -> Markup | None:
     """The bars of both sides on one scale; of a plan alone its own. ``None`` where there are no times."""
     bars = _bars(report)
+    beyond = _notes(bars)
+    if beyond:  # Then neither is divided: one that is and one that is not could not be compared.
+        bars = [replace(bar, layers_ms=None) for bar in bars]
     scale = max((bar.longest for bar in bars), default=0.0)
     if not scale:
         return None
     training = report.training
     steps = any(bar.step_ms is not None for bar in bars)
-    legend = [key(bar.kind, f"{bar.layers}, {bar.name}") for bar in bars]
-    legend += [key("ot", "the rest of the step")] if steps and any(bar.fits for bar in bars) else []
+    legend = [key(bar.kind, f"{bar.layers if bar.layers_ms is not None else 'step'}, {bar.name}") for bar in bars]
+    legend += [key("ot", "the rest of the step")] if steps and not beyond else []
     legend += [key("ho", "launches by the host")] if any(bar.host_ms is not None for bar in bars) else []
     return render(
         "whole.html",
@@ -90,7 +93,7 @@ def whole_step(report: Report) -> Markup | None:
             for bar in bars
         ],
         legend=legend,
-        notes=[*_notes(bars), *(_compared_notes(training) if training is not None else [])],
+        notes=[*_busy(report), *beyond, *(_compared_notes(training) if training is not None else [])],
     )
 
 
@@ -134,6 +137,8 @@ def _title(report: Report, bars: list[Bar], steps: bool) -> str:
     first, second = ((bar.step_ms if steps else bar.layers_ms) for bar in bars)
     ratio = first / second if first is not None and second else None
     what = "A training step" if steps else f"All {layers}, each timed by itself"
+    if report.busy and not steps:
+        what += f" {BUSY}"
     if ratio is None:
         return f"{what}: {milliseconds(first)} by torch, {milliseconds(second)} as planned"
     times = f"{milliseconds(first)} by torch, {milliseconds(second)} as planned"
@@ -164,6 +169,15 @@ def interval(training: Training) -> str:
     return f"{format_ratio(compared.speedup)}{ends}{pairs}"
 
 
+def _busy(report: Report) -> list[str]:
+    """That times are doubtful, where other processes kept the host busy."""
+    if not report.busy:
+        return []
+    passes = sum(len(part.names) for part in report.parts)
+    words = f"{BUSY}: {report.busy} of {count(passes, 'layer-pass', 'layer-passes')} were timed while other processes "
+    return [f"{words}kept the host busy. These times are doubtful, and so are their sums."]
+
+
 def _notes(bars: list[Bar]) -> list[str]:
     """What must be said of times that do not add up."""
     beyond = [
@@ -173,7 +187,7 @@ def _notes(bars: list[Bar]) -> list[str]:
         return []
     return [
         f"Timed by themselves, the {bars[0].layers} take longer than the whole step ({'; '.join(beyond)}). In a step "
-        "they find other things in the caches. So these bars are not divided."
+        "they find other things in the caches. So the bars are not divided."
     ]
 
 

@@ -7,13 +7,13 @@ import math
 from tilewise.plan import Error, Plan, format_bytes
 from tilewise.report.page.contents import Part
 from tilewise.report.page.html import Markup, tag
-from tilewise.report.tables import LEFT, NOTHING, format_ms, format_ratio, plan_name
+from tilewise.report.tables import BUSY, LEFT, NOTHING, format_ms, format_ratio, plan_name
 from tilewise.report.values import is_left
 
 __all__ = [
-    "DIFFERENT", "LEFT", "NAME", "NOTHING", "anchor", "clean_size", "count", "distance", "format_ms", "format_ratio",
-    "middle", "milliseconds", "name_of", "numbers", "plan_text", "rate", "rate_text", "root_text", "short",
-    "shown_name", "size", "varies",
+    "BUSY", "DIFFERENT", "LEFT", "NAME", "NOTHING", "anchor", "clean_size", "count", "distance", "format_ms",
+    "format_ratio", "middle", "milliseconds", "name_of", "numbers", "plan_text", "rate", "rate_text", "root_text",
+    "short", "shown_name", "size", "varies",
 ]  # fmt: skip
 
 
