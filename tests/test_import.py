@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-LATER = {"click", "cuda", "cudnn", "matplotlib", "numba", "rich", "scipy", "sqlite3", "triton"}
+LATER = {"click", "cuda", "cudnn", "jinja2", "matplotlib", "numba", "rich", "scipy", "sqlite3", "triton"}
 PROGRAM = """
 import json, sys
 import torch

@@ -354,13 +354,13 @@ def test_a_ratio_that_its_times_contradict_is_not_shown():
     assert f"{found['framework_ms'] / found['planned_ms']:.2f}x" in text_of(row)
 
 
-def test_a_network_of_3000_layers_stays_small_enough_to_open():
-    document = schedule(3000, kind="time", candidates=1)
+def test_of_a_network_of_1000_layers_every_link_leads_somewhere_and_the_page_stays_small():
+    document = schedule(1000, kind="time", candidates=1)
     start = time.process_time()
     text = page(document)
     # Bounds on growth, not measurements. Work that grows with the square of the layers would take minutes.
-    assert time.process_time() - start < 60
-    assert len(text.encode()) < 8 * 2**20
+    assert time.process_time() - start < 30
+    assert len(text.encode()) < 6 * 2**20
     assert mib(document["step_memory"]["peak"]) in text
     # Every link leads to a row, or to the table where shorter passes are.
     targets = set(re.findall(r'href="#([^"]*)"', text))

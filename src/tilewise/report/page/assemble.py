@@ -15,7 +15,7 @@ from tilewise.report.page.budget import budget_section
 from tilewise.report.page.contents import Report
 from tilewise.report.page.document import read
 from tilewise.report.page.fronts import fronts_section
-from tilewise.report.page.html import Child, Markup, join, render
+from tilewise.report.page.html import Child, Markup, filled, join
 from tilewise.report.page.layers import layers_section
 from tilewise.report.page.memory import layer_memory_section
 from tilewise.report.page.roofline import roofline_section
@@ -62,7 +62,7 @@ def _page(target: str, what: str, line: str, sections: list[Section], version: s
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
     )
-    return render(
+    return filled(
         "page.html",
         title=short(target, 120),
         what=what,

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import jinja2
 from markupsafe import Markup, escape
 
-__all__ = ["Child", "Markup", "clean", "escaped", "join", "render", "table", "tag"]
+__all__ = ["Child", "Markup", "clean", "escaped", "filled", "join", "render", "table", "tag"]
 
 LONGEST = 2000
 """Most characters shown of one text: names and reasons are far shorter, and no text may fill a page."""
@@ -58,8 +58,13 @@ def join(children: Iterable[Child]) -> Markup:
 
 
 def render(name: str, **values: Any) -> Markup:
+    """A piece of a page: :func:`filled` as markup."""
+    return Markup(filled(name, **values))
+
+
+def filled(name: str, **values: Any) -> str:
     """The template ``name`` of this package, filled with ``values``. A name that it lacks is an error."""
-    return Markup(_templates().get_template(name).render(values))
+    return _templates().get_template(name).render(values)
 
 
 @functools.cache
