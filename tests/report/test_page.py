@@ -172,6 +172,7 @@ def test_a_row_opens_to_its_tree_and_to_what_was_tried():
         assert "chosen" in row
         for candidate in found["candidates"]:
             assert (candidate["reason"] or ms(candidate["time_ms"])) in row
+        assert "</" not in row  # markup is not escaped once more
 
 
 def test_time_lines_show_every_part_in_sequence():

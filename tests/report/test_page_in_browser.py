@@ -219,6 +219,28 @@ def test_names_stay_on_one_line_and_within_the_page(browser, tmp_path, width):
     assert browser.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
 
+@pytest.mark.parametrize("width", [320, 390, 768, 1440])
+def test_cells_of_a_row_do_not_overlap(browser, tmp_path, width):
+    document = schedule(4, kind="time")
+    for layer in document["layers"]:
+        for found in layer["passes"]:
+            found["busy"] = True
+    path = tmp_path / "busy.html"
+    path.write_text(page(document), "utf-8")
+    browser.open(path, width)
+    overlaps = """[...document.querySelectorAll('#rows summary')].flatMap(row => {
+      const texts = [...row.querySelectorAll('.who, .what, .ms > span, .gain, .mem')].map(e => {
+        const range = document.createRange();
+        range.selectNodeContents(e);
+        return [e.textContent, range.getBoundingClientRect()];
+      });
+      return texts.flatMap(([a, r], i) => texts.slice(i + 1).filter(([b, s]) =>
+        Math.min(r.right, s.right) - Math.max(r.left, s.left) > 1 &&
+        Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top) > 6).map(([b, s]) => a + ' | ' + b));
+    })"""
+    assert browser.run(overlaps) == []
+
+
 def test_words_in_drawings_stay_within_them(browser, file):
     for width in (320, 390, 1440):
         browser.open(file, width)

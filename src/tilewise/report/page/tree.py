@@ -101,7 +101,7 @@ def _tree(part: Part) -> list[list[str]]:
 
 def _head(name: str, why: str) -> Markup:
     """The first cell of a row: its name, and below it what is to be said of it."""
-    return join([name, tag("span", why, class_="why")] if why else name)
+    return join([name, tag("span", why, class_="why") if why else None])
 
 
 def _kept(plan: Plan) -> str:
