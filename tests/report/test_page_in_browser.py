@@ -251,6 +251,7 @@ def test_words_in_drawings_stay_within_them(browser, file):
         assert browser.run(outside) == []
 
 
+@pytest.mark.slow
 def test_3000_layers_open(browser, tmp_path):
     path = tmp_path / "many.html"
     path.write_text(page(schedule(3000, kind="time", candidates=1)), "utf-8")

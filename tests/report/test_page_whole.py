@@ -307,6 +307,17 @@ def test_the_chosen_plan_has_no_second_row_among_what_was_tried():
         assert heads.count(f"{chosen['solver']} {config}".strip()) <= 1
 
 
+def test_a_candidate_faster_than_the_plan_has_a_word():
+    document = schedule(2, candidates=4)
+    number, found = next((i, p) for i, (_, p) in enumerate(parts_of(document)) if p["plan"])
+    other = next(c for c in found["candidates"][1:] if c["time_ms"])
+    said = "faster when it was tried than the plan"
+    assert said not in text_of(Reader(page(document)).root)
+    other["time_ms"], other["workspace"] = found["plan"]["time_ms"] / 2, found["plan"]["workspace"]
+    (row,) = Reader(page(document)).find("li", id=f"pass-{number}")
+    assert said in text_of(row)
+
+
 NAMES = [
     "שלום.עולם.קונבולוציה", "شبكة.طبقة", "🧠🔥.layer👩‍🔬", "<b>conv</b>&amp;\"'", "a" * 200, "", "x\u202ey",
     "层.卷积" * 20,

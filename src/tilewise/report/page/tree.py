@@ -153,6 +153,8 @@ def _measured(m: Measurement, part: Part) -> list[str]:
     why = "slower" if ratio is not None and ratio > 1 else ""
     if not why and part.plan is not None and m.workspace is not None and m.workspace > part.plan.workspace:
         why = "takes more workspace than the plan"
+    if not why and ratio is not None and ratio < 1:
+        why = "faster when it was tried than the plan, which was timed whole, at another moment"
     times = _times(m.time_ms, m.host_ms, is_busy(m.load, part.device), part)
     cells = [_head(_name(m), why), *times, format_ratio(ratio), _varies(m), size(m.workspace)]
     return [*cells, distance(m.error), distance(m.error, "spread")]
