@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tools.write_schemas import PLANNING
+from tools.write_schemas import tables as rows_of_page
 
 from tilewise.cli import cli
+from tilewise.cli.schemas import schema_text
 
-PAGE = Path(__file__).parents[2] / "docs" / "json.md"
-PLANNING = ("plan", "mesh", "time", "explain", "advise")
 CHECKS = {
     "text": lambda value: isinstance(value, str),
     "integer": lambda value: type(value) is int,
@@ -70,17 +70,7 @@ def check_document() -> Callable[[str], dict[str, Any]]:
 @functools.cache
 def tables() -> dict[str, dict[str, str]]:
     """Type by field, by heading."""
-    found: dict[str, dict[str, str]] = {}
-    rows: dict[str, str] = {}
-    for line in PAGE.read_text("utf-8").splitlines():
-        heading = re.fullmatch(r"### (?:\*(.+)\*|`(.+)` version (\d+))", line)
-        if heading is not None:
-            rows = found.setdefault(heading[1] or f"{heading[2]} {heading[3]}", {})
-        row = re.match(r"\| `([^`]+)` \| ([^|]+) \|", line)
-        if row is not None:
-            assert row[1] not in rows, f"{row[1]} twice"
-            rows[row[1]] = row[2].strip()
-    return found
+    return {heading: {name: kind for name, (kind, _) in rows.items()} for heading, rows in rows_of_page().items()}
 
 
 def fields_of(document: dict[str, Any]) -> dict[str, str]:
@@ -102,7 +92,17 @@ def checked(text: str) -> dict[str, Any]:
 
     document: dict[str, Any] = json.loads(text, parse_constant=refuse)
     check_object(document, fields_of(document), document["schema"])
+    if importlib.util.find_spec("jsonschema") is not None:
+        schema_of(document["schema"]).validate(document)
     return document
+
+
+@functools.cache
+def schema_of(name: str) -> Any:
+    """What holds a document to its published schema."""
+    from jsonschema import Draft202012Validator
+
+    return Draft202012Validator(json.loads(schema_text(name.removeprefix("tilewise/"))))
 
 
 def check_object(value: dict[str, Any], rows: dict[str, str], where: str) -> None:

@@ -23,7 +23,7 @@ __all__ = [
     "one_line",
 ]
 
-COMMANDS = ("plan", "time", "explain", "advise", "report", "run", "wisdom", "kernels", "info", "caffe")
+COMMANDS = ("plan", "time", "explain", "advise", "report", "run", "wisdom", "kernels", "info", "schema", "caffe")
 """Each is ``command`` in the module of its name, in the order ``--help`` lists them."""
 NO_PLAN, BAD_INPUT, INTERRUPTED = 1, 2, 130
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "Storage size calculation overflowed")
