@@ -13,10 +13,10 @@ STAMP := .venv/.complete
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-seeds unit gpu-test lint format docs clean
+.PHONY: help demo test test-all test-seeds unit gpu-test lint format docs wheel check-wheel clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMP) ## plan, time and train a small network on this machine
 	$(BIN)/python examples/demo.py
@@ -51,6 +51,16 @@ format: $(STAMP) ## let ruff rewrite what it can
 
 docs: $(STAMP) ## the manual, in docs/_build/html
 	$(BIN)/python -m sphinx -W --keep-going -j auto -b html docs docs/_build/html
+
+# The wheel is built from the source distribution, so that whoever has only that can build it, too.
+wheel: $(STAMP) ## the wheel and the source distribution, in dist/, checked by twine
+	rm -rf dist
+	$(BIN)/python -m pip install -q -c constraints.txt --build-constraint constraints.txt --editable '.[release]'
+	PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
+check-wheel: $(STAMP) ## the wheel in a fresh environment with each extra (minutes); EXTRAS='cpu caffe' narrows
+	$(BIN)/python -m tools.check_wheel $(EXTRAS)
 
 clean: ## remove .venv and everything built
 	rm -rf .venv build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .test-seeds.json
