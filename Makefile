@@ -66,6 +66,6 @@ clean: ## remove .venv and everything built
 	rm -rf .venv build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .test-seeds.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt tools/setup_env.py
+$(STAMP): pyproject.toml constraints.txt constraints-cpu.txt tools/setup_env.py
 	$(PYTHON) tools/setup_env.py --gpu $(GPU) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 	@touch $@

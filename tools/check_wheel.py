@@ -29,6 +29,7 @@ from tools.setup_env import (
     has_nvidia_gpu,
     install_cpu_torch,
     make_venv,
+    pins,
     pip,
     would_install,
 )
@@ -149,9 +150,9 @@ def tried(extra: str, wheel: Path, place: Path, python: str, torch_index: str) -
     if not gpu and brings_cuda(would_install(inside, "torch")):
         install_cpu_torch(inside, torch_index)
     if extra == "gpu" and not gpu:
-        pip(inside, "install", "--dry-run", "-c", CONSTRAINTS, wanted)
+        pip(inside, "install", "--dry-run", *pins(gpu=gpu), wanted)
         return Outcome(True, "no GPU here: pip resolves its packages; nothing was installed or run")
-    pip(inside, "install", "-c", CONSTRAINTS, wanted)
+    pip(inside, "install", *pins(gpu=gpu), wanted)
     pip(inside, "check")
     for program in (EVERYWHERE, NEEDS[extra]):
         reason = failure(inside, program, place)

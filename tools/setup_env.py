@@ -22,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
+CPU_CONSTRAINTS = ROOT / "constraints-cpu.txt"
+"""Pins that fit the CPU build of torch alone."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 MINIMUM_PYTHON = (3, 11)
 EXTRAS = ("caffe", "cpu", "demo", "dev", "docs", "report")
@@ -55,12 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if cpu_index:
             install_cpu_torch(python, options.torch_index)
         extras = ",".join((*EXTRAS, "gpu") if gpu else EXTRAS)
-        constraints = ("-c", CONSTRAINTS, "--build-constraint", CONSTRAINTS)
+        constraints = (*pins(gpu=gpu), "--build-constraint", CONSTRAINTS)
         pip(python, "install", *constraints, "--editable", f"{ROOT}[{extras}]")
     except SetupError as error:
         say(str(error))
         return 1
     return 0
+
+
+def pins(*, gpu: bool) -> tuple[str | Path, ...]:
+    """The options of pip that pin packages beside torch's CUDA build (``gpu``), or beside its CPU build."""
+    return ("-c", CONSTRAINTS) if gpu else ("-c", CONSTRAINTS, "-c", CPU_CONSTRAINTS)
 
 
 def has_nvidia_gpu() -> bool:

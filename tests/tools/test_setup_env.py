@@ -62,6 +62,17 @@ def test_torch_comes_from_the_cpu_index_only_where_cuda_would_come_unasked(
     assert index_of_torch(installs) == index
     assert ("gpu" in installs[-1].split("[")[1]) == (gpu == "yes")
     assert all("-c" in line or "--no-deps" in line for line in installs)
+    assert [line for line in installs if "constraints-cpu.txt" in line] == ([] if gpu == "yes" else installs[-1:])
+
+
+def test_what_torchs_cuda_build_pins_itself_is_pinned_for_its_cpu_build_alone(setup_env: ModuleType) -> None:
+    """torch of the usual index asks for one version of triton: a pin of another one beside it cannot be installed."""
+    pinned = {
+        path: [line.partition("==")[0] for line in path.read_text("utf-8").splitlines() if not line.startswith("#")]
+        for path in (setup_env.CONSTRAINTS, setup_env.CPU_CONSTRAINTS)
+    }
+    assert "triton" not in pinned[setup_env.CONSTRAINTS]
+    assert pinned[setup_env.CPU_CONSTRAINTS] == ["triton"]
 
 
 def test_another_index_can_be_named(
