@@ -49,9 +49,9 @@ torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
 
 COMPILED = """
 from tilewise import Options, Planner
-from tilewise.problems.conv.notation import parse_layer
-from tilewise.problems.conv.problem import Pass
-problem = parse_layer("{layer}").problem(Pass.FPROP)
+from tilewise.device import device_name
+from tilewise.notation import parse_layer
+problem = parse_layer("mb1ic8ih12oc8kh3ph1", device=device_name("{device}"))
 tried = Planner().explain(problem, Options(), every_config_of=("{solver}",))
 assert any(m.solver == "{solver}" and m.time_ms for m in tried), tried
 """
@@ -81,8 +81,8 @@ subprocess.run([sys.executable, "-m", "pytest", *options, str(root / "tests" / "
 
 NEEDS = {
     BASE: "",
-    "cpu": COMPILED.format(solver="fused_lowering", layer="mb1ic8ih12oc8kh3ph1"),
-    "gpu": COMPILED.format(solver="implicit_gemm", layer="mb1ic8ih12oc8kh3ph1"),
+    "cpu": COMPILED.format(solver="fused_lowering", device="cpu"),
+    "gpu": COMPILED.format(solver="implicit_gemm", device="cuda"),
     "caffe": PROTOTXT,
     "demo": "from sklearn.datasets import load_sample_images\nassert len(load_sample_images().images) == 2\n",
     "report": "import matplotlib\nmatplotlib.use('Agg')\n"
