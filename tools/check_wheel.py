@@ -148,7 +148,8 @@ def tried(extra: str, wheel: Path, place: Path, python: str, torch_index: str) -
     gpu = has_nvidia_gpu()
     wanted = f"tilewise @ {wheel.as_uri()}" if extra == BASE else f"tilewise[{extra}] @ {wheel.as_uri()}"
     if not gpu and brings_cuda(would_install(inside, "torch")):
-        install_cpu_torch(inside, torch_index)
+        # torchvision has operators that are built for one build of torch.
+        install_cpu_torch(inside, torch_index, ("torch", "torchvision") if extra == "peers" else ("torch",))
     if extra == "gpu" and not gpu:
         pip(inside, "install", "--dry-run", *pins(gpu=gpu), wanted)
         return Outcome(True, "no GPU here: pip resolves its packages; nothing was installed or run")

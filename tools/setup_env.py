@@ -110,16 +110,17 @@ def brings_cuda(packages: Iterable[str]) -> bool:
     return any(CUDA_PACKAGE.match(re.sub(r"[-_.]+", "-", name.lower())) for name in packages)
 
 
-def install_cpu_torch(python: Path, index: str) -> None:
-    """Install the pinned torch alone from ``index``; what it depends on comes with the project, pinned."""
-    pinned = next(line.strip() for line in CONSTRAINTS.read_text("utf-8").splitlines() if line.startswith("torch=="))
+def install_cpu_torch(python: Path, index: str, packages: Sequence[str] = ("torch",)) -> None:
+    """Install ``packages`` alone, pinned, from ``index``; what they depend on comes with the project, pinned."""
+    lines = [line.strip() for line in CONSTRAINTS.read_text("utf-8").splitlines()]
+    pinned = [line for line in lines if line.partition("==")[0] in packages]
     try:
-        pip(python, "install", "--no-deps", "--index-url", index, pinned)
+        pip(python, "install", "--no-deps", "--index-url", index, *pinned)
     except SetupError as error:
         raise SetupError(
-            f"{error}\nNo CPU build of {pinned} could be had from {index}, and the usual index would bring CUDA to a "
-            "machine without a GPU. Name another index of CPU builds (make TORCH_INDEX=URL), or take the CUDA build "
-            "all the same (make GPU=yes)."
+            f"{error}\nNo CPU build of {' and '.join(pinned)} could be had from {index}, and the usual index would "
+            "bring CUDA to a machine without a GPU. Name another index of CPU builds (make TORCH_INDEX=URL), or take "
+            "the CUDA build all the same (make GPU=yes)."
         ) from error
 
 
