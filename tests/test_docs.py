@@ -114,8 +114,8 @@ def test_a_block_is_found() -> None:
 WITH_EXAMPLES = (
     "tilewise.cpu", "tilewise.fft", "tilewise.frontends.layers", "tilewise.frontends.networks",
     "tilewise.kernels.building.target", "tilewise.machine.device", "tilewise.machine.files",
-    "tilewise.report.page.assemble", "tilewise.report.page.treemap",
-    "tilewise.wisdom.store",
+    "tilewise.nn.conclusion", "tilewise.nn.ranges", "tilewise.report.page.assemble",
+    "tilewise.report.page.treemap", "tilewise.wisdom.store",
 )  # fmt: skip
 """Modules that users import, where what they import is defined, and others with examples."""
 

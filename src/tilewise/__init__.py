@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tilewise.nn.graphs.graphed import graphed
     from tilewise.nn.largest_batch import largest_batch
     from tilewise.nn.optimize import optimize, restore
+    from tilewise.nn.report import summary
     from tilewise.nn.schedule import schedule
     from tilewise.nn.script.session import disable, enable, enabled
     from tilewise.nn.shared.shared import shared
@@ -62,6 +63,7 @@ _HOMES = {
         "restore",
         "schedule",
         "shared",
+        "summary",
         "wait",
     ),
     "tilewise.plan": ("Plan",),
@@ -120,6 +122,7 @@ __all__ = [
     "schedule",
     "settings",
     "shared",
+    "summary",
     "wait",
 ]
 

@@ -222,10 +222,12 @@ def time_training(
     schedule: Schedule | None = None,
     budget: Budget | None = None,
     goal: str = "step",
+    trace: str | None = None,
 ) -> NetworkTime | None:
     """Whole training steps, plain and with the planner's plans or those of ``schedule``; ``None`` for a layer.
 
-    With the ``goal`` "step" plans from which the step does not gain are taken back before.
+    With the ``goal`` "step" plans from which the step does not gain are taken back before. The time line of a planned
+    step is written to the file ``trace``.
     """
     if target.network is None or target.inputs is None:
         return None
@@ -238,6 +240,9 @@ def time_training(
         progress(f"{target.name}: steps in turns with torch's")
         module, loss = target.network.module, target.network.loss
         timed = time_training_steps(module, planned, target.inputs, loss, iterations)
+        if trace is not None:
+            inputs = target.inputs
+            report_of(planned).trace(trace, step=lambda model: loss(model(inputs)).backward())
     if goal != "step":
         return timed
     return replace(timed, compared=report_of(planned).step, taken_back=_taken_back(planned))

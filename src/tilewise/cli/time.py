@@ -48,6 +48,12 @@ OPTIONS = ("workspace", "batch_sizes", "rigor", "deterministic", "exclude", "sha
 @devices_option
 @budget_options
 @shared_option("goal")
+@click.option(
+    "--trace",
+    "trace",
+    metavar="FILE",
+    help="Also write the time line of one planned training step of NET to FILE (.json or .json.gz), for Perfetto.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/time) instead of tables.")
 @click.pass_context
 def command(
@@ -61,6 +67,7 @@ def command(
     total_workspace: str | None,
     policy: str | None,
     goal: str,
+    trace: str | None,
     as_json: bool,
 ) -> None:
     """Plan NET or LAYER, then time the framework and the plans in turns: every layer and pass, and for a network whole
@@ -89,6 +96,8 @@ def command(
         raise BadInput("--total-workspace: the schedule has limits of its own; leave it or --schedule out")
     settings, options = (settings, settings.options()) if schedule is None else following(ctx, settings, schedule)
     resolved = resolve(target, settings, passes)
+    if trace is not None:
+        check_trace(trace, whole=resolved.network is not None and not passes)
     planner = make_planner(devices, resolved.device)
     divided = divide_target(resolved, options, planner, budget)
     plans = plan_target(resolved, options, planner, schedule, divided.limits)
@@ -97,7 +106,7 @@ def command(
     # Not where only some passes are asked for; nor without all plans, and the table says which and why.
     whole = not passes and not summary.unplanned
     taken = None if schedule is None else schedule_of(resolved, settings, options, plans, planner)
-    step = time_training(resolved, options, planner, iterations, taken, budget, goal) if whole else None
+    step = time_training(resolved, options, planner, iterations, taken, budget, goal, trace) if whole else None
     if as_json:
         show_json(time_document(top, results, summary, step, divided.facts["budget"]))
     else:
@@ -109,6 +118,16 @@ def command(
             show("", budget_table(divided.facts["budget"]))
     if summary.unplanned:
         ctx.exit(NO_PLAN)
+
+
+def check_trace(file: str, *, whole: bool) -> None:
+    """Raise :class:`BadInput` for a file that no time line can be written to, and where no ``whole`` step is timed."""
+    from tilewise.nn.step.timeline import checked_file
+
+    if not whole:
+        raise BadInput(f"--trace {file!r}: it is of a whole training step; NET without --pass would do")
+    with bad_input("--trace"):
+        checked_file(file)
 
 
 def load(file: str) -> Schedule:

@@ -19,8 +19,18 @@ from tilewise.nn.functional import (
 from tilewise.nn.graphs.graphed import CannotCapture, GraphReport, graph_report, graphed, ungraphed
 from tilewise.nn.largest_batch import LargestBatch, largest_batch
 from tilewise.nn.memory.step_planner import StepTooLarge
+from tilewise.nn.notices.channel import NothingPlannedWarning
 from tilewise.nn.optimize import optimize, restore
-from tilewise.nn.report import CallReport, LayerReport, PassReport, RegionLine, RegionReport, Report, report
+from tilewise.nn.report import (
+    CallReport,
+    LayerReport,
+    PassReport,
+    RegionLine,
+    RegionReport,
+    Report,
+    report,
+    summary,
+)
 from tilewise.nn.schedule import schedule
 from tilewise.nn.script.session import Session, disable, enable, enabled
 from tilewise.nn.shared.replica import ReplicaError
@@ -37,6 +47,7 @@ __all__ = [
     "GraphReport",
     "LargestBatch",
     "LayerReport",
+    "NothingPlannedWarning",
     "PassReport",
     "RankMismatch",
     "RegionLine",
@@ -69,6 +80,7 @@ __all__ = [
     "schedule",
     "set_defaults",
     "shared",
+    "summary",
     "ungraphed",
     "wait",
 ]

@@ -74,6 +74,8 @@ class PlannedModules:
         self._layers = {
             name: _kind(module).layers(self.plan_tables[name], weights) for name, module in self.candidates.items()
         }
+        for name, layers in self._layers.items():
+            layers.name = name
         self._left: dict[str, str] = {}
         self._all_torchs = False
         """Whether all plans were taken back: then no module has a way of its own either."""

@@ -7,7 +7,7 @@ their calls are recorded in one run on each example (``record``). A budget for a
 a memory limit, plans are changed until it keeps the limit (``memory``). The whole step is timed by torch and by plans,
 and passes from which it does not gain are taken back (``step``). Branches that run faster on streams of their own are
 set to do so (``branches``). The model is captured in CUDA graphs where that is faster (``graphs``). All is reported
-(``report``).
+(``report``), and one line says what came of it (``conclusion``).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tilewise.nn.background.service import without_turns
 from tilewise.nn.branches import choose as branch_times
 from tilewise.nn.branches.find import at_once
 from tilewise.nn.budget import Budget, make_budget
+from tilewise.nn.conclusion import conclude
 from tilewise.nn.graphs.choose import choose_graphs
 from tilewise.nn.graphs.compare import compare_replayed
 from tilewise.nn.graphs.graphed import graphs_of, ungraphed
@@ -41,6 +42,7 @@ from tilewise.nn.layers.swaps import swap_back
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.memory.step_planner import StepPlanner, memory_bytes
 from tilewise.nn.modules import PlannedModules, workspaces_of
+from tilewise.nn.notices.extras import say_missing
 from tilewise.nn.ranks.together import plan_together
 from tilewise.nn.regions.choose import RegionPlanner, why_no_regions
 from tilewise.nn.regions.forward import regional_of
@@ -51,6 +53,7 @@ from tilewise.nn.step.live import LiveGoal
 from tilewise.nn.step.negligible import leave_negligible
 from tilewise.nn.step.result import StepReport
 from tilewise.nn.step.step import Step
+from tilewise.nn.step.timeline import StepSource
 from tilewise.planner import Planner, Progress, Schedule
 from tilewise.problems.base import Problem
 from tilewise.settings import ModelOptions, Settings
@@ -80,7 +83,9 @@ def optimize(
     The model is run once on each example to see its layers' calls; it is returned, changed in place. Only what
     ``nn.Conv1d`` to ``nn.ConvTranspose3d`` and, without a memory limit, ``nn.Linear``, ``Bilinear``, ``LSTM``, ``GRU``
     and ``RNN`` compute is swapped; where torch's own choice wins every pass, the module is left exactly as it was.
-    :func:`restore` undoes it, :func:`report` tells what was done. Of several ranks every one calls it; rank 0 plans.
+    :func:`restore` undoes it, :func:`summary` tells what was done. Of several ranks every one calls it; rank 0 plans.
+    One line says it at the end, by the logger ``tilewise`` or, in a program without logging, on stderr; not with a
+    ``progress`` or ``planner`` of the program's. Where nothing can be planned, a ``NothingPlannedWarning`` says why.
 
     - ``example_inputs``: what ``model`` is called with: a tuple of positional arguments, a mapping of named ones, a
       single value, or a list of such examples.
@@ -99,6 +104,7 @@ def optimize(
     examples = examples_of(example_inputs)
     asked = settings_of("optimize", ModelOptions, settings, options)
     check_arguments(asked, filter_fn, progress, planner, schedule, step, memory_step)
+    say_missing({t.device.type for t in (*model.parameters(), *tensors_in(examples))})
     own_step = memory_step if step is None else step
     later = plans_later(model, asked, schedule)
     weights = Weights.of(training=asked.training, frozen=asked.frozen)
@@ -118,9 +124,12 @@ def optimize(
         source.conclude(plan_table, modules.problems())
     live = install(model, planning, step_planner, progress, silent)
     now = functools.partial(compare_steps, model, examples, asked, own_step, modules, schedule, silent)
-    made = replace(planning.concluded(now if live is None else lambda _: live.report), regions=regions.reports)
+    made = planning.concluded(now if live is None else lambda _: live.report)
+    source_of_step = StepSource.of(model, examples, training=asked.training)
+    made = replace(made, regions=regions.reports, source=source_of_step)
     keep(model, made, plan_table, deterministic)
     keep(modules.model, made, plan_table, deterministic)
+    conclude(modules.model, made, silent=silent)
     return model
 
 

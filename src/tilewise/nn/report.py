@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from tilewise.nn.arguments import unwrapped
+from tilewise.nn.arguments import check_function, check_model, examples_of, unwrapped
 from tilewise.nn.background.later import PENDING
 from tilewise.nn.background.model import work_of
 from tilewise.nn.branches.choose import BranchReport
 from tilewise.nn.layers.kinds import kind_of
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.step.result import StepReport
+from tilewise.nn.step.timeline import DEFAULT, StepSource, checked_file, write_timeline
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem
 
@@ -32,6 +35,7 @@ __all__ = [
     "keep",
     "kept",
     "report",
+    "summary",
 ]
 
 
@@ -168,6 +172,7 @@ class Report:
 
     ``facts`` holds further results by name, such as the division of a budget (``docs/json.md``). ``step`` has the times
     of the whole step by torch and by plans. ``regions`` tells, for inference, which parts of the model run as regions.
+    ``source`` is the step that :meth:`trace` runs.
     """
 
     layers: tuple[LayerReport, ...]
@@ -175,6 +180,7 @@ class Report:
     facts: Mapping[str, Any] = field(default_factory=dict)
     step: StepReport | None = None
     regions: tuple[RegionReport, ...] = ()
+    source: StepSource | None = field(default=None, repr=False, compare=False)
 
     @property
     def pending(self) -> int:
@@ -187,6 +193,93 @@ class Report:
             for call in layer.calls:
                 for pass_report in call.passes:
                     yield layer, call, pass_report
+
+    @property
+    def workspace(self) -> int:
+        """The largest workspace of a plan that runs, in bytes."""
+        plans = (p.plan for _, _, p in self.passes() if p.replaced)
+        return max((plan.workspace for plan in plans if plan is not None), default=0)
+
+    def trace(
+        self,
+        file: str | os.PathLike[str] = DEFAULT,
+        example_inputs: object = None,
+        *,
+        step: Callable[[Any], object] | None = None,
+    ) -> Path:
+        """Run one step of the model and write its time line to ``file``, which Perfetto and chrome://tracing open.
+
+        torch's profiler records it: every operator, on a GPU every kernel, and for each pass that runs by plan a range
+        such as ``tilewise: layer1.0.conv1 forward tiled_fft``. Returns the file's path.
+
+        - ``file``: its name ends in ``.json`` or ``.json.gz``. A file that is there is replaced.
+        - ``example_inputs``: as :func:`tilewise.optimize` takes them; by default those that it was given, where the
+          program still has them.
+        - ``step``: ``step(model)`` runs the step to be recorded. By default it is the one that ``optimize`` makes up:
+          forward, the mean square of the outputs and backward, or a forward alone with ``training=False``. What a step
+          changes in the model is put back.
+
+        Raises ``ValueError`` naming the argument at fault, ``RuntimeError`` while another profiler runs, ``OSError``
+        where the file cannot be written, and what the model raises.
+
+        Example::
+
+            tilewise.optimize(model, images)
+            tilewise.summary(model).trace("step.json")
+        """
+        path = checked_file(file)
+        check_function("step", step, "model")
+        if self.source is None:
+            raise ValueError("trace: this report is of no model; tilewise.summary(model) of an optimized one would do")
+        examples = None if example_inputs is None else examples_of(example_inputs)
+        compared = None if self.step is None else self.step.to_json()
+        facts = {"layers": self.numbers(), "step": compared}
+        write_timeline(self.source.step(examples, step), path, facts)
+        return path
+
+    def numbers(self) -> dict[str, float]:
+        """The report's numbers by name, as :meth:`to_tensorboard` writes them: times in ms, workspace in bytes.
+
+        Of a layer with several calls the times of all are added. What is not known has no name.
+        """
+        found: dict[str, float] = {
+            "layers": len(self.layers),
+            "layers_by_plan": sum(layer.replaced for layer in self.layers),
+            "workspace_bytes": self.workspace,
+        }
+        if self.step is not None and not self.step.reason:
+            for name in ("torch_ms", "planned_ms", "speedup"):
+                found[f"step/{name}"] = getattr(self.step, name)
+        for layer, _, each in self.passes():
+            by_plan = each.planned_ms if each.replaced else each.torch_ms
+            for name, value in (("torch_ms", each.torch_ms), ("runs_ms", by_plan)):
+                key = f"{layer.name or 'model'}/{each.role}/{name}"
+                found[key] = found.get(key, 0.0) + (math.nan if value is None else value)
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+    def to_tensorboard(self, writer: Any, global_step: int = 0) -> None:
+        """Write :meth:`numbers` as scalars ``tilewise/...``, and the report as text, by TensorBoard's own ``writer``.
+
+        - ``writer``: a ``torch.utils.tensorboard.SummaryWriter``, or what has its ``add_scalar`` and ``add_text``.
+        - ``global_step``: the number of the training step at which they are shown.
+
+        Raises ``ValueError`` for another ``writer``, and for a ``global_step`` that is no whole number from 0 on.
+
+        Example::
+
+            from torch.utils.tensorboard import SummaryWriter
+
+            with SummaryWriter("runs/planned") as writer:
+                tilewise.summary(model).to_tensorboard(writer)
+        """
+        if isinstance(writer, type) or not all(callable(getattr(writer, n, None)) for n in ("add_scalar", "add_text")):
+            raise ValueError(f"writer={writer!r:.80}: a torch.utils.tensorboard.SummaryWriter would do")
+        if not isinstance(global_step, int) or isinstance(global_step, bool) or global_step < 0:
+            raise ValueError(f"global_step={global_step!r:.80}: a whole number from 0 on would do")
+        for name, value in self.numbers().items():
+            writer.add_scalar(f"tilewise/{name}", value, global_step)
+        indented = "\n".join(f"    {line}" for line in str(self).splitlines())  # a table, not Markdown
+        writer.add_text("tilewise/report", indented, global_step)
 
     def __str__(self) -> str:
         on_gpu = any(pass_report.problem.device != "cpu" for _, _, pass_report in self.passes())
@@ -256,8 +349,10 @@ def report(model: nn.Module) -> Report:
     reason. While planning goes on in the background, it tells how things are at this moment: ``pending`` is the number
     of passes that are still to be planned, and ``step.pending`` whether whole steps are still to be compared.
 
-    Raises ``ValueError`` for a model that was not optimized, was restored since, or is a copy of an optimized one.
+    Raises ``ValueError`` for what is no module, and for a model that was not optimized, was restored since, or is a
+    copy of an optimized one.
     """
+    check_model(model)
     last_report, unwrapped_model = kept(model)[0], unwrapped(model)
     work = work_of(unwrapped_model)
     if work is not None:
@@ -265,6 +360,24 @@ def report(model: nn.Module) -> Report:
         if work.comparison is not None:
             last_report = replace(last_report, step=work.comparison.report)
     return replace(last_report, layers=tuple(_as_it_is(layer, unwrapped_model) for layer in last_report.layers))
+
+
+def summary(model: nn.Module) -> Report:
+    """What :func:`tilewise.optimize` did to each layer and pass of ``model``, and why, to be printed.
+
+    The same as :func:`tilewise.nn.report`. Besides its table a :class:`~tilewise.nn.Report` has the numbers
+    (:meth:`~tilewise.nn.Report.passes`, :meth:`~tilewise.nn.Report.numbers`), writes a time line of a step
+    (:meth:`~tilewise.nn.Report.trace`) and scalars for TensorBoard (:meth:`~tilewise.nn.Report.to_tensorboard`).
+
+    Raises ``ValueError`` for what is no module, and for a model that was not optimized, was restored since, or is a
+    copy of an optimized one.
+
+    Example::
+
+        tilewise.optimize(model, images)
+        print(tilewise.summary(model))
+    """
+    return report(model)
 
 
 def _as_it_is(layer: LayerReport, model: nn.Module) -> LayerReport:

@@ -22,6 +22,7 @@ from tilewise.nn import report
 from tilewise.nn.background import service as service_module
 from tilewise.nn.background.service import Service, service
 from tilewise.nn.layers.kinds import is_planned
+from tilewise.nn.notices.channel import LOGGER
 from tilewise.nn.step.result import StepReport
 from tilewise.plan import Config, Plan
 from tilewise.planner import Options, Planner
@@ -196,6 +197,7 @@ def test_plans_that_gain_are_kept_and_nothing_is_watched_afterwards() -> None:
 def test_one_line_says_it_where_nobody_else_listens(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(LOGGER, "hasHandlers", lambda: False)  # those of pytest
     x, model = example(), Network()
     begun(model, x)
     trained(model, x)
@@ -203,6 +205,9 @@ def test_one_line_says_it_where_nobody_else_listens(
     monkeypatch.setattr("tilewise.nn.layers.plan_table.Planner", lambda progress: Promising())
     model = Network()
     tilewise.optimize(model, x, wait=False)
+    first = capsys.readouterr().err
+    assert first.startswith("tilewise: ")
+    assert "are planned in the background, between the program's steps; tilewise.summary(model)" in first
     tilewise.wait(model)
     assert capsys.readouterr().err == ""
     trained(model, x)

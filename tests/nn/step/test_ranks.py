@@ -88,7 +88,7 @@ plan_table.Planner = sys.modules["tilewise.nn.optimize"].Planner = Quiet
 said = io.StringIO()
 with contextlib.redirect_stderr(said):
     tilewise.optimize(model, x)
-lines = [line for line in said.getvalue().splitlines() if line.startswith("tilewise: step")]
+lines = [line for line in said.getvalue().splitlines() if "; step" in line]
 with contextlib.redirect_stderr(said := io.StringIO()):
     tilewise.optimize(model, x, progress=lambda *_: None)
 print(json.dumps([len(lines), said.getvalue()]))

@@ -14,11 +14,13 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <array>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -98,6 +100,7 @@ struct Kernels {
   int64_t workspace = 0;  // bytes
   int64_t bias_dim = 0;   // the result's dimension along which a bias lies
   bool adds_bias = false; // whether kernels add it
+  std::string range;      // the name under which a profiler shows a call; empty for none
 };
 
 class Pass {
@@ -155,8 +158,9 @@ class Pass {
     PyObject *launches, *capsule, *stream, *device, *shape, *strides;
     int dtype, adds;
     long long workspace, bias_dim;
-    if (!PyArg_ParseTuple(described, "OOOOOOiLLp;kernels are described by sequence.py", &launches, &capsule, &stream, &device,
-                          &shape, &strides, &dtype, &workspace, &bias_dim, &adds))
+    const char* range;
+    if (!PyArg_ParseTuple(described, "OOOOOOiLLps;kernels are described by sequence.py", &launches, &capsule, &stream, &device,
+                          &shape, &strides, &dtype, &workspace, &bias_dim, &adds, &range))
       return false;
     auto made = std::make_unique<Kernels>();
     if (capsule != Py_None && !(made->api = static_cast<const LaunchApi*>(PyCapsule_GetPointer(capsule, LAUNCH_API))))
@@ -175,12 +179,17 @@ class Pass {
     made->workspace = workspace;
     made->bias_dim = bias_dim;
     made->adds_bias = adds;
+    made->range = range;
     kernels_ = std::move(made);
     return true;
   }
 
+  // Without a profiler its range costs a look at whether there is one.
   Tensor launched(const Tensor& a, const Tensor& b, const Tensor& bias) const {
     const Kernels& k = *kernels_;
+    at::RecordFunction range(at::RecordScope::USER_SCOPE);
+    if (range.isActive() && !k.range.empty())
+      range.before(std::string_view(k.range));
     const at::TensorOptions like = a.options().requires_grad(std::nullopt);
     Tensor out = at::empty_strided(k.shape, k.strides, like.dtype(k.dtype)), workspace, fitted;
     if (k.workspace)

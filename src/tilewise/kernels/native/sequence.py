@@ -250,7 +250,8 @@ class Kernels(NamedTuple):
     Without ``api`` and ``stream`` it is one that runs on addresses, which ``launches(*addresses)`` does in Python.
     ``launches`` are over the addresses of two operands, a result with ``shape``, ``strides`` and the number ``dtype``,
     a ``workspace`` of so many bytes and a bias. ``api`` queues them on ``stream(device)``. A bias lies along the
-    result's dimension ``bias_dim``; where not ``adds_bias`` it is added afterwards.
+    result's dimension ``bias_dim``; where not ``adds_bias`` it is added afterwards. ``range`` is the name under which a
+    profiler shows a call; it is empty where none is shown.
     """
 
     launches: Any
@@ -263,6 +264,7 @@ class Kernels(NamedTuple):
     workspace: int
     bias_dim: int
     adds_bias: bool
+    range: str = ""
 
 
 def kernels_of(

@@ -230,6 +230,15 @@ class BilinearLayer:
         self._runs: Recent[BilinearCall, BilinearRun] = Recent(MOST_CALLS)
         self.latest: Latest | None = None
 
+    @property
+    def name(self) -> str:
+        """The module's name in its model, for a profiler to show."""
+        return self._linear.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._linear.name = name
+
     def __call__(self, x1: torch.Tensor, x2: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
         latest = self.latest
         if latest is None or not latest.is_like(x1, x2, w, b):

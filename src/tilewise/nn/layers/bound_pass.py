@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tilewise import execute
+from tilewise.nn.ranges import in_range, range_name
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem, dense_strides
 
@@ -47,16 +49,25 @@ class BoundPass:
 
     ``bound`` is the plan, and ``call`` the shortest way to call it: both take operands in exactly these layouts. The
     object itself takes them in any layout, and copies where that is needed: ``bound_pass(*operands)`` or, for a problem
-    that adds one, ``bound_pass(*operands, bias)``. ``slots`` say what is expected of each operand.
+    that adds one, ``bound_pass(*operands, bias)``. ``slots`` say what is expected of each operand. ``range`` is the
+    name under which a profiler sees its calls, empty for one that it does not see.
     """
 
-    __slots__ = ("bound", "call", "plan", "problem", "slots")
+    __slots__ = ("bound", "call", "plan", "problem", "range", "slots")
 
     def __init__(self, plan: Plan, problem: Problem, device: torch.device) -> None:
         self.plan, self.problem = plan, problem
         self.slots = tuple(Slot(problem, role) for role in problem.operands)
         self.bound = execute.bind(plan, problem, *(slot.example(device) for slot in self.slots))
         self.call: Callable[..., Any] = self.bound.call
+        self.range = ""
+
+    def named(self, layer: str, role: str) -> BoundPass:
+        """The same for one pass of one layer, which a profiler sees in a range of its own."""
+        named = copy.copy(self)
+        named.range = range_name(layer, role, self.plan.solver)
+        named.call = in_range(named.range, self.bound.call)
+        return named
 
     def __call__(self, *tensors: torch.Tensor | None) -> Any:
         """The result, or a tuple where there are several."""

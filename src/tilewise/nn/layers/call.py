@@ -26,6 +26,7 @@ __all__ = [
     "is_plain_type",
     "kernel_of",
     "libraries",
+    "why_not_described",
     "why_torchs",
     "without_dispatch",
 ]
@@ -118,6 +119,27 @@ def why_torchs(tensors: Iterable[object]) -> str:
             return f"called with a {type(t).__name__}, which computes every operator by a __torch_dispatch__ of its own"
     if torch._C._len_torch_dispatch_stack() > 0 or function_mode_watches():
         return "called under a mode that watches torch's functions or operators"
+    return ""
+
+
+def why_not_described(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> str:
+    """Why :func:`describe` knows no call of these operands, in words; empty where it is for another reason."""
+    tensors = (x, w) if b is None else (x, w, b)
+    if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in tensors):
+        return "called with something else than dense tensors"
+    devices = sorted({str(t.device) for t in tensors})
+    if len(devices) > 1:
+        return f"called with tensors on several devices ({', '.join(devices)})"
+    if x.device.type not in ("cpu", "cuda"):
+        return f"called on the device {x.device}: a CPU, or a GPU of CUDA, would do"
+    if x.numel() == 0:
+        return f"called with an empty tensor of shape {tuple(x.shape)}: at least one element would do"
+    dtypes = sorted({str(t.dtype) for t in tensors})
+    if any(t.dtype not in DTYPE_NAMES for t in tensors):
+        wanted = ", ".join(map(str, DTYPE_NAMES))
+        return f"computes in {' and '.join(dtypes)}: one of {wanted} would do"
+    if len(dtypes) > 1 and autocast_dtype(x.device) is None:
+        return f"computes in several types ({', '.join(dtypes)}): one of them would do"
     return ""
 
 

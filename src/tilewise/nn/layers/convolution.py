@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tilewise.machine.recent import Recent
-from tilewise.nn.layers.call import kernel_of, why_torchs
+from tilewise.nn.layers.call import kernel_of, why_not_described, why_torchs
 from tilewise.nn.layers.geometry import Geometry
 from tilewise.nn.layers.kinds import Call, ModuleKind, register
 from tilewise.nn.layers.kinds import Layer as AnyLayer
@@ -44,13 +44,14 @@ class LayersByGeometry:
 
     def __init__(self, plan_table: PlanTable, weights: Weights) -> None:
         self._plan_table, self._weights = plan_table, weights
+        self.name = ""
         self._layers: Recent[Geometry, Layer] = Recent(MOST_LAYERS)
 
     def __call__(self, geometry: Geometry) -> Layer:
         """The layer of ``geometry``."""
         layer = self._layers.get(geometry)
         if layer is None:
-            layer = self._layers[geometry] = Layer(geometry, self._plan_table, weights=self._weights)
+            layer = self._layers[geometry] = Layer(geometry, self._plan_table, weights=self._weights, name=self.name)
         return layer
 
     def forget(self) -> None:
@@ -90,7 +91,7 @@ class Convolutions(ModuleKind):
         if gradients_later:
             needs = (True, w.requires_grad, b is not None and b.requires_grad)
             calls = [(layer, replace(call, needs=needs)) for layer, call in calls]
-        return [*calls], "" if calls else why_torchs((x, w, b))
+        return [*calls], "" if calls else why_torchs((x, w, b)) or why_not_described(x, w, b)
 
     def forward(self, module: Any, layers: LayersByGeometry) -> Callable[..., torch.Tensor]:
         """The module's ``forward``, by plans where the module's arguments are as they were."""

@@ -83,7 +83,12 @@ class Layer(Protocol):
 
 
 class Layers(Protocol):
-    """The layers of one module. A module has several where its calls differ by more than tensors."""
+    """The layers of one module. A module has several where its calls differ by more than tensors.
+
+    ``name`` is the module's in its model, for a profiler to show. It is set before the first call.
+    """
+
+    name: str
 
     def forget(self) -> None:
         """Let every layer look its plans up anew, since the plan table's plans have changed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,10 +105,21 @@ class Layer:
 
     Copies of a module share it. It holds no tensor, except what was computed from a constant weight where ``weights``
     allows that. ``runners`` has the runners of recent calls, ``latest`` what ran the latest one, and ``known`` the
-    planned calls as ``torch.compile`` finds them.
+    planned calls as ``torch.compile`` finds them. ``name`` is the module's in its model, for a profiler to show.
     """
 
-    __slots__ = ("__weakref__", "_entries", "_inner", "geometry", "known", "latest", "plan_table", "runners", "weights")
+    __slots__ = (
+        "__weakref__",
+        "_entries",
+        "_inner",
+        "geometry",
+        "known",
+        "latest",
+        "name",
+        "plan_table",
+        "runners",
+        "weights",
+    )
 
     def __init__(
         self,
@@ -117,8 +128,9 @@ class Layer:
         known: list[Known] | None = None,
         *,
         weights: Weights = Weights.CHANGING,
+        name: str = "",
     ) -> None:
-        self.geometry, self.plan_table, self.weights = geometry, plan_table, weights
+        self.geometry, self.plan_table, self.weights, self.name = geometry, plan_table, weights, name
         self.runners: Recent[Call, Runner] = Recent(MOST_CALLS)
         self.known: list[Known] = [] if known is None else known
         self._entries: Recent[Call, Entry] = Recent(MOST_CALLS)
@@ -193,12 +205,12 @@ class Layer:
     def adapted(self, call: Call) -> Adapted | None:
         """The call of another layer that this call becomes; ``None`` where it stays a call of this layer."""
         if call.autocast is not None:
-            inner = self._inner.get(call.autocast) or Layer(self.geometry, self.plan_table, self.known)
+            inner = self._inner.get(call.autocast) or Layer(self.geometry, self.plan_table, self.known, name=self.name)
             return Adapted(self._inner.setdefault(call.autocast, inner), cast_to(call.autocast))
         if self.geometry.symmetric or torch_pads_natively(self, call):
             return None
         geometry, pads = self.geometry.without_excess()
-        inner = self._inner.get(pads) or Layer(geometry, self.plan_table, weights=self.weights)
+        inner = self._inner.get(pads) or Layer(geometry, self.plan_table, weights=self.weights, name=self.name)
         return Adapted(self._inner.setdefault(pads, inner), lambda x, w, b: (torch.constant_pad_nd(x, pads), w, b))
 
     def resolve(self, call: Call) -> Runner | None:
@@ -214,28 +226,35 @@ class Layer:
             problems, strides = {}, Strides((), (), ())
         if not self.plan_table.ready(problems.values(), call.deterministic, call.device):
             return None
+        runner = self.runners[call] = self._runner(self.name, call, problems, strides)
+        when_there(self)
+        if runner.planned and self.plan_table.traced and len(self.known) < MOST_CALLS:
+            forward = problems[Role.FORWARD]
+            # Layers of equal plans share what is published, so that it has no layer's name.
+            shared = self._runner("", call, problems, strides) if self.name else runner
+            known = publish(shared, call, forward.shape(forward.result), self.plan_table.number)
+            if known is not None and known not in self.known:
+                self.known.append(known)
+                self.plan_table.published.add(known.plans)
+        return runner
+
+    def _runner(self, name: str, call: Call, problems: Mapping[str, ConvProblem], strides: Strides) -> Runner:
+        """The runner of a call whose plans are bound. A profiler shows its passes as those of a layer ``name``."""
         bound = {
             role: self.plan_table.bound(problem, call.deterministic, call.device) for role, problem in problems.items()
         }
-        runner = self.runners[call] = Runner(
+        named = {role: None if found is None else found.named(name, role) for role, found in bound.items()}
+        return Runner(
             self.geometry,
-            bound.get(Role.FORWARD),
-            bound.get(Role.GRAD_INPUT),
-            bound.get(Role.GRAD_WEIGHT),
+            named.get(Role.FORWARD),
+            named.get(Role.GRAD_INPUT),
+            named.get(Role.GRAD_WEIGHT),
             needs_grad=any(call.needs),
             strides=strides,
             direct=call.x == call.x.dense(call.backend_layout) and call.w == call.w.dense(call.backend_layout),
             operand_strides=(call.x.strides, call.w.strides),
             device=call.device,
         )
-        when_there(self)
-        if runner.planned and self.plan_table.traced and len(self.known) < MOST_CALLS:
-            forward = problems[Role.FORWARD]
-            known = publish(runner, call, forward.shape(forward.result), self.plan_table.number)
-            if known is not None and known not in self.known:
-                self.known.append(known)
-                self.plan_table.published.add(known.plans)
-        return runner
 
     def problems(self, call: Call) -> dict[str, ConvProblem]:
         """The problem of each pass of a call without autocast.

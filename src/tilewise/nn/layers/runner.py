@@ -231,6 +231,7 @@ def _native_pass(
     if found is None:
         return None
     p, kernels = found.problem, found.bound.kernels
+    kernels = None if kernels is None else kernels._replace(range=found.range)
     same = all(slot.strides == given for slot, given in zip(found.slots, operands, strict=True))
     call: Callable[..., Any] = found.call if same else found
     shape, own = p.shape(p.result), dense_strides(p.shape(p.result), p.layout(p.result))

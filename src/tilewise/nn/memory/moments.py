@@ -157,7 +157,11 @@ class ProfiledPass(BoundPass):
         self.plan, self.problem = bound_pass.plan, bound_pass.problem
         self.slots = bound_pass.slots
         self._inner, self._kernel, self._profiler = bound_pass, kernel, profiler
-        self.bound, self.call = bound_pass.bound, self._run
+        self.bound, self.call, self.range = bound_pass.bound, self._run, ""
+
+    def named(self, layer: str, role: str) -> BoundPass:
+        """Itself: its own profiler needs no name."""
+        return self
 
     def _run(self, *tensors: torch.Tensor | None) -> Any:
         """Run the pass under the profiler."""

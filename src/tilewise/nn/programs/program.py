@@ -22,6 +22,7 @@ from tilewise.nn.programs.checks import check_program
 from tilewise.nn.programs.graphed import Graphed
 from tilewise.nn.programs.native import Native, native_program
 from tilewise.nn.programs.slots import Slot, Step, described, offset_in_root, root
+from tilewise.nn.ranges import in_range, range_name, watched
 
 __all__ = ["ALIGNMENT", "KEPT_ARENAS", "Program", "where_expected"]
 
@@ -49,7 +50,8 @@ class Program:
 
     All tensors are on ``device``. On a GPU arenas belong to streams: a call's work is queued on the current one.
 
-    Steps run in Python until :meth:`use_native` has them run from C++, with the same bits.
+    Steps run in Python until :meth:`use_native` has them run from C++, with the same bits. While a profiler of torch
+    runs they run in Python, each in a range with its name and what computes it; the replay of a graph stays one.
 
     Raises ``ValueError`` for slots and steps that do not fit together, and at a call for inputs that do not lie as
     their slots say. What a step raises is raised with a note that names the step.
@@ -114,7 +116,7 @@ class Program:
             if found is not NotImplemented:
                 return found
         native = self.native
-        if native is not None:
+        if native is not None and not watched():
             found = native.call(*tensors)
             if found is not NotImplemented:
                 return found
@@ -158,10 +160,11 @@ class Program:
     def in_python(self, *tensors: Tensor) -> Any:
         """A call whose steps all run from Python."""
         self._check(tensors)
+        calls = [call.in_range() for call in self._calls] if watched() else None
         if torch.is_autocast_enabled(self.device.type):  # the steps' types have been decided
             with torch.autocast(self.device.type, enabled=False):
-                return self._in_frame(tensors)
-        return self._in_frame(tensors)
+                return self._in_frame(tensors, calls)
+        return self._in_frame(tensors, calls)
 
     def step_ms(self, tensors: Sequence[Tensor], rounds: int) -> list[float]:
         """What each step takes in its place, in milliseconds: caches hold what the steps before it left there.
@@ -271,11 +274,17 @@ class Program:
 class _Call:
     """A step as it runs in Python."""
 
-    __slots__ = ("inputs", "new", "output", "run")
+    __slots__ = ("inputs", "new", "output", "run", "step")
 
     def __init__(self, step: Step) -> None:
-        self.inputs, self.output, self.new = step.inputs, step.output, step.gives_new
+        self.step, self.inputs, self.output, self.new = step, step.inputs, step.output, step.gives_new
         self.run: Callable[..., Any] = step.call()
+
+    def in_range(self) -> _Call:
+        """The same, which a profiler sees in a range of its own."""
+        call = copy.copy(self)
+        call.run = in_range(range_name(self.step.name, "", _what_computes(self.step)), self.run)
+        return call
 
     def timed(self, into: list[float]) -> _Call:
         """The same, which adds what each run takes in milliseconds to ``into``."""
@@ -289,6 +298,13 @@ class _Call:
 
         call.run = timed_run
         return call
+
+
+def _what_computes(step: Step) -> str:
+    """The solver of a step's plan, or the name of its operator; empty for another function."""
+    if step.plan is not None:
+        return str(step.plan.plan.solver)
+    return "" if step.operator is None else str(step.operator.overload)
 
 
 def _kept_now(frames: dict[int, list[_Frame]], device: torch.device) -> list[_Frame]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from torch import nn
 
 from tilewise.comm.agreement import several_ranks
 from tilewise.nn.layers.plan_table import planning
+from tilewise.nn.notices.channel import say
 from tilewise.nn.progress import Late, showing
 from tilewise.nn.ranks.post import why_no_post
 from tilewise.nn.ranks.steps import Ranks, all_ranks
@@ -56,9 +56,10 @@ def compare_steps(
     silent: bool,
     replayed: Decide | None = None,
 ) -> StepReport:
-    """Time the model's step by torch and by plans, and take back what does not help it; say so unless ``silent``.
+    """Time the model's step by torch and by plans, and take back what does not help it.
 
-    All ranks do so at once, and rank 0 says it for all. Where the model is replayed from graphs, ``replayed`` decides.
+    Progress is shown unless ``silent``. All ranks do so at once, and rank 0 shows it for all. Where the model is
+    replayed from graphs, ``replayed`` decides.
     """
     if several_ranks() and not dist.is_gloo_available():
         return StepReport(reason="ranks tell each other their times by Gloo, which this torch does not have")
@@ -102,8 +103,6 @@ def _compared(decide: Callable[[Note, Ranks], StepReport], ranks: Ranks, *, sile
         report = decide(note, ranks)
     if not report.reason:
         report = replace(report, ranks=ranks.count)
-    if not silent:
-        _tell(report)
     return report
 
 
@@ -111,7 +110,8 @@ def compare_live(
     modules: Swappable, pending: Callable[[], int], asked: Settings, schedule: object, silent: bool
 ) -> LiveGoal:
     """What compares the steps of the program itself once nothing is ``pending``; where they cannot be, it says why."""
-    goal = LiveGoal(modules, pending, training=asked.training, decided=(lambda _: None) if silent else _tell_once)
+    tell = functools.partial(_tell, silent=silent)
+    goal = LiveGoal(modules, pending, training=asked.training, decided=tell)
     reason = why_not_live(asked, schedule)
     if reason:
         goal.stop(reason)
@@ -123,16 +123,10 @@ def why_not_live(asked: Settings, schedule: object) -> str:
     return why_not_compared(asked, schedule) or why_no_post()
 
 
-def _tell_once(report: StepReport) -> None:
-    """As :func:`_tell`, where this is the only rank or rank 0."""
-    if not several_ranks() or dist.get_rank() == 0:
-        _tell(report)
-
-
-def _tell(report: StepReport) -> None:
-    """One line on what became of the step; none where it was not compared."""
-    if not report.reason:
-        sys.stderr.write(f"tilewise: {report}\n")
+def _tell(report: StepReport, *, silent: bool) -> None:
+    """One line on what became of the program's own steps, by rank 0 alone; none where they were not compared."""
+    if not report.reason and (not several_ranks() or dist.get_rank() == 0):
+        say(str(report), shown=not silent)
 
 
 def why_not_compared(asked: Settings, schedule: object) -> str:

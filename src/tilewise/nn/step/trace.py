@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tilewise.nn.step.search import Key
 
-__all__ = ["Operator", "Trace", "Traceable", "trace_step", "why_not_traced"]
+__all__ = ["Operator", "Trace", "Traceable", "profiled", "trace_step", "why_not_traced"]
 
 MARK = "tilewise::"
 CHATTER = (b"USDT:", b"INFO:", b"STAGE:")
@@ -110,13 +110,13 @@ def trace_step(run: Callable[[], object], modules: Traceable, device: torch.devi
     host_ms = (time.perf_counter() - begin) * 1e3
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     _synchronize(device)
-    with _profiled(activities) as profiled, _marking(modules.candidates) as calls:
+    with profiled(activities) as recorded, _marking(modules.candidates) as calls:
         with record_function(f"{MARK}step"):
             run()
         _synchronize(device)
     if calls[0] != len(noted):
         return None
-    kineto = profiled.profiler.kineto_results if profiled.profiler is not None else None
+    kineto = recorded.profiler.kineto_results if recorded.profiler is not None else None
     events = [] if kineto is None else [Event.of(event) for event in kineto.events()]
     operators = operators_of(events, noted, on_gpu=device.type == "cuda")
     return Trace(tuple(operators)).at_host_ms(host_ms) if operators else None
@@ -240,16 +240,16 @@ def _intervals(events: Iterable[Event]) -> list[Interval]:
 
 
 @contextmanager
-def _profiled(activities: list[ProfilerActivity]) -> Iterator[profile]:
+def profiled(activities: list[ProfilerActivity]) -> Iterator[profile]:
     """Meanwhile profile. What the profiler's library says on stderr of its beginning and end is not passed on."""
-    profiled = profile(activities=activities, acc_events=True)
+    recorded = profile(activities=activities, acc_events=True)
     with _lines_dropped(CHATTER):
-        profiled.start()
+        recorded.start()
     try:
-        yield profiled
+        yield recorded
     finally:
         with _lines_dropped(CHATTER):
-            profiled.stop()
+            recorded.stop()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tilewise.machine.device import device_name, matmul_precision
-from tilewise.nn.layers.call import autocast_dtype, is_plain
+from tilewise.nn.layers.call import autocast_dtype, is_plain, why_not_described
 from tilewise.problems.base import ALIGNMENT, DTYPE_NAMES
 from tilewise.problems.gemm.problem import GemmProblem
 
@@ -54,11 +54,11 @@ def why_torchs(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> str:
     if not all(is_plain(t) for t in tensors):
         return "called with a tensor of a class of its own"
     if x.device.type not in ("cpu", "cuda") or any(t.device != x.device for t in tensors):
-        return "called with tensors on several devices, or on one that is neither a CPU nor CUDA"
+        return why_not_described(x, w, b)
     autocast = autocast_dtype(x.device)
     dtypes = {t.dtype for t in tensors}
     if not dtypes <= DTYPE_NAMES.keys() or (autocast is None and len(dtypes) > 1):
-        return f"computes in {x.dtype}, or in several types"
+        return why_not_described(x, w, b) or f"computes in {x.dtype}, or in several types"
     if autocast is not None and autocast not in DTYPE_NAMES:
         return f"called under autocast to {autocast}"
     fits = x.dim() > 0 and w.dim() == 2 and x.shape[-1] == w.shape[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,13 +84,20 @@ class LinearLayer:
 
     Copies of a module share it. It holds no tensor. Results are after ``activation``, whose derivative must follow from
     them where calls need gradients; such a layer is not known to ``torch.compile``. ``latest`` is the entry of the
-    latest call, and ``known`` has the planned calls as ``torch.compile`` finds them.
+    latest call, and ``known`` has the planned calls as ``torch.compile`` finds them. ``name`` is the module's in its
+    model, for a profiler to show.
     """
 
-    __slots__ = ("__weakref__", "_entries", "_inner", "_runs", "activation", "known", "latest", "plan_table")
+    __slots__ = ("__weakref__", "_entries", "_inner", "_runs", "activation", "known", "latest", "name", "plan_table")
 
-    def __init__(self, plan_table: PlanTable, known: list[KnownLinear] | None = None, activation: str = "none") -> None:
-        self.plan_table, self.activation = plan_table, activation
+    def __init__(
+        self,
+        plan_table: PlanTable,
+        known: list[KnownLinear] | None = None,
+        activation: str = "none",
+        name: str = "",
+    ) -> None:
+        self.plan_table, self.activation, self.name = plan_table, activation, name
         self.known: list[KnownLinear] = [] if known is None else known
         self._runs: Recent[LinearCall, LinearRun] = Recent(MOST_CALLS)
         self._entries: Recent[LinearCall, Entry] = Recent(MOST_CALLS)
@@ -159,7 +166,8 @@ class LinearLayer:
         change = Change(call.autocast, call.copied)
         inner = self._inner.get(change)
         if inner is None:
-            inner = self._inner.setdefault(change, LinearLayer(self.plan_table, self.known, self.activation))
+            layer = LinearLayer(self.plan_table, self.known, self.activation, self.name)
+            inner = self._inner.setdefault(change, layer)
         return Adapted(inner, change)
 
     def visit(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> tuple[LinearLayer, LinearCall] | None:
@@ -184,19 +192,24 @@ class LinearLayer:
         problems = problems_of(call)
         if not self.plan_table.ready(problems.values(), call.deterministic, call.device):
             return None
-        bound = {
-            role: self.plan_table.bound(problem, call.deterministic, call.device) for role, problem in problems.items()
-        }
-        several = call.device.type == "cuda" and torch.cuda.device_count() > 1
-        run = LinearRun(call, bound["forward"], bound.get("grad_input"), bound.get("grad_weight"), several)
-        self._runs[call] = run
+        run = self._runs[call] = self._run_of(self.name, call, problems)
         when_there(self)
         if run.planned and self.activation == "none" and self.plan_table.traced and len(self.known) < MOST_CALLS:
-            known = publish(run)
+            # Layers of equal plans share what is published, so that it has no layer's name.
+            known = publish(self._run_of("", call, problems) if self.name else run)
             if known is not None and known not in self.known:
                 self.known.append(known)
                 self.plan_table.published.add(known.plans)
         return run
+
+    def _run_of(self, name: str, call: LinearCall, problems: Mapping[str, GemmProblem]) -> LinearRun:
+        """What runs a call whose plans are bound. A profiler shows its passes as those of a layer ``name``."""
+        bound = {
+            role: self.plan_table.bound(problem, call.deterministic, call.device) for role, problem in problems.items()
+        }
+        named = {role: None if found is None else found.named(name, role) for role, found in bound.items()}
+        several = call.device.type == "cuda" and torch.cuda.device_count() > 1
+        return LinearRun(call, named["forward"], named.get("grad_input"), named.get("grad_weight"), several)
 
     def use_native(self) -> None:
         """Run by native code what can be: it has come to be there."""

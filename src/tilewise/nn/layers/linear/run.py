@@ -168,7 +168,7 @@ def _native_pass(
         return None
     kernels = found.bound.kernels
     if kernels is not None:
-        kernels = kernels._replace(shape=shape, strides=strides, bias_dim=len(shape) - 1)
+        kernels = kernels._replace(shape=shape, strides=strides, bias_dim=len(shape) - 1, range=found.range)
     return call, kernels
 
 

@@ -20,6 +20,8 @@ from tilewise.nn.layers.kinds import Call, Layer, ModuleKind
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.swaps import copies_itself, swapped
 from tilewise.nn.layers.weights import Weights
+from tilewise.nn.ranges import range_name
+from tilewise.plan import Plan
 from tilewise.problems.base import Problem
 
 __all__ = ["OneInputCall", "OneInputKind", "OneInputLayer", "Run"]
@@ -49,11 +51,12 @@ class Run(Protocol):
 class OneInputLayer(abc.ABC):
     """Calls with plans in a table: ``layer(asked, x)`` is the result, or ``NotImplemented`` where it is torch's.
 
-    ``asked`` has the attributes of torch's module. Copies of a module share the layer. It holds no tensor.
+    ``asked`` has the attributes of torch's module. Copies of a module share the layer. It holds no tensor. ``name`` is
+    the module's in its model, for a profiler to show.
     """
 
     def __init__(self, plan_table: PlanTable) -> None:
-        self.plan_table = plan_table
+        self.plan_table, self.name = plan_table, ""
         self._runs: Recent[Any, Run] = Recent(MOST_CALLS)
 
     @abc.abstractmethod
@@ -78,6 +81,10 @@ class OneInputLayer(abc.ABC):
     def problems(self, call: OneInputCall) -> Mapping[str, Problem]:
         """The problem of a call. That of a call with gradients is the backward's as well: one plan runs both."""
         return {"forward": call.problem}
+
+    def ranges(self, plan: Plan) -> tuple[str, str]:
+        """The names under which a profiler shows forward and backward by ``plan``."""
+        return range_name(self.name, "forward", plan.solver), range_name(self.name, "backward", plan.solver)
 
     def knows(self, call: OneInputCall) -> bool:
         """Whether such a call was resolved already."""

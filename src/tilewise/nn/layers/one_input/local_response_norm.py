@@ -19,6 +19,7 @@ from tilewise.nn.layers.bound_pass import BoundPass, Slot
 from tilewise.nn.layers.call import autocast_dtype, disturbed, is_plain
 from tilewise.nn.layers.one_input.base import OneInputKind, OneInputLayer
 from tilewise.nn.layers.overrides import stand_ins
+from tilewise.nn.ranges import shown
 from tilewise.problems.base import DTYPE_NAMES, dense_strides, layout_of
 from tilewise.problems.lrn.problem import LrnProblem
 from tilewise.solvers.lrn._lrn import LrnPasses, LrnSolver
@@ -121,12 +122,16 @@ def describe(module: Any, x: Tensor) -> LrnCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LrnRun:
-    """What runs one kind of call of ``problem``: a plan's forward and backward, or torch where ``passes`` is None."""
+    """What runs one kind of call of ``problem``: a plan's forward and backward, or torch where ``passes`` is None.
+
+    ``ranges`` are the names under which a profiler shows them.
+    """
 
     problem: LrnProblem
     strides: tuple[int, ...]
     passes: LrnPasses | None
     slots: tuple[Slot, ...] = ()
+    ranges: tuple[str, str] = ("", "")
 
     @property
     def planned(self) -> bool:
@@ -142,12 +147,14 @@ class LrnRun:
     def forward(self, x: Tensor) -> Tensor:
         """The result of a dense ``x``, without autograd."""
         assert self.passes is not None
-        return self.passes.forward(x, self._empty(x))
+        with shown(self.ranges[0]):
+            return self.passes.forward(x, self._empty(x))
 
     def backward(self, x: Tensor, dy: Tensor) -> Tensor:
         """The gradient of a dense ``x`` by that of the result, without autograd."""
         assert self.passes is not None
-        return self.passes.backward(x, self.slots[1].take(dy), self._empty(x))
+        with shown(self.ranges[1]):
+            return self.passes.backward(x, self.slots[1].take(dy), self._empty(x))
 
     def _empty(self, like: Tensor) -> Tensor:
         """A new tensor as the plan expects it."""
@@ -205,7 +212,7 @@ class LrnLayer(OneInputLayer):
         passes = solver.passes(problem, config, call.device) if isinstance(solver, LrnSolver) else None
         if passes is None:
             return f"{solver.name}: cannot run forward and backward apart, as a module needs them"
-        return LrnRun(problem, strides, passes, bound.slots)
+        return LrnRun(problem, strides, passes, bound.slots, self.ranges(bound.plan))
 
 
 class LocalResponseNorms(OneInputKind):

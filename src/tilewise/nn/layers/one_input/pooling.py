@@ -20,6 +20,7 @@ from tilewise.nn.layers.bound_pass import BoundPass, Slot
 from tilewise.nn.layers.call import disturbed, is_plain
 from tilewise.nn.layers.one_input.base import OneInputKind, OneInputLayer
 from tilewise.nn.layers.overrides import stand_ins
+from tilewise.nn.ranges import shown
 from tilewise.problems.base import DTYPE_NAMES
 from tilewise.problems.pooling.problem import PoolingProblem
 from tilewise.solvers.pooling._pooling import Pooler, PoolingSolver
@@ -61,11 +62,15 @@ class PoolingCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolingRun:
-    """What runs one kind of call: a pooler, or torch where there is none. Slots say how it takes x and dy."""
+    """What runs one kind of call: a pooler, or torch where there is none. Slots say how it takes x and dy.
+
+    ``ranges`` are the names under which a profiler shows forward and backward.
+    """
 
     problem: PoolingProblem
     pooler: Pooler | None = None
     slots: tuple[Slot, ...] = ()
+    ranges: tuple[str, str] = ("", "")
 
     @property
     def planned(self) -> bool:
@@ -79,7 +84,8 @@ class PoolingRun:
         assert self.pooler is not None
         if self.problem.task == "training":
             return PlannedPooling.apply(self, x)  # type: ignore[no-any-return,no-untyped-call]
-        return self.pooler.forward(self.slots[0].take(x.detach()), keep=False)[0]
+        with shown(self.ranges[0]):
+            return self.pooler.forward(self.slots[0].take(x.detach()), keep=False)[0]
 
 
 class PlannedPooling(torch.autograd.Function):
@@ -89,7 +95,8 @@ class PlannedPooling(torch.autograd.Function):
     def forward(ctx: Any, run: PoolingRun, x: Tensor) -> Tensor:
         assert run.pooler is not None
         taken = run.slots[0].take(x)
-        y, saved = run.pooler.forward(taken, keep=True)
+        with shown(run.ranges[0]):
+            y, saved = run.pooler.forward(taken, keep=True)
         # Which element is a maximum depends on the input, which gradients of gradients need. An average's does not.
         first = (x,) if run.problem.op == "max" else ()
         ctx.run, ctx.shape = run, x.shape
@@ -105,7 +112,8 @@ class PlannedPooling(torch.autograd.Function):
         if torch.is_grad_enabled() or not plain or disturbed() or torch._C._is_any_autocast_enabled():
             return None, _gradient_by_torch(run.problem, x, dy)
         assert run.pooler is not None
-        return None, run.pooler.backward(saved, run.slots[1].take(dy))
+        with shown(run.ranges[1]):
+            return None, run.pooler.backward(saved, run.slots[1].take(dy))
 
 
 def _gradient_by_torch(p: PoolingProblem, x: Tensor | None, dy: Tensor) -> Tensor:
@@ -135,7 +143,8 @@ class PoolingLayer(OneInputLayer):
         solver = solvers.get(bound.plan.solver)
         if not isinstance(solver, PoolingSolver):
             return f"{solver.name}: cannot run forward and backward apart, as a module needs them"
-        return PoolingRun(problem, solver.pooler(problem, bound.plan.config, call.device), bound.slots)
+        pooler = solver.pooler(problem, bound.plan.config, call.device)
+        return PoolingRun(problem, pooler, bound.slots, self.ranges(bound.plan))
 
 
 @dataclass(frozen=True, slots=True)

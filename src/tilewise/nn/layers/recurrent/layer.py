@@ -19,6 +19,8 @@ from tilewise.nn.layers.recurrent.call import Given, RecurrentCall, describe, gi
 from tilewise.nn.layers.recurrent.compiled import Known, publish
 from tilewise.nn.layers.recurrent.repeated import RepeatedCall
 from tilewise.nn.layers.recurrent.run import RecurrentRun
+from tilewise.nn.ranges import range_name
+from tilewise.plan import Plan
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers import SolverUnavailable
 from tilewise.solvers.recurrent._recurrent import RecurrentSolver
@@ -38,13 +40,14 @@ _planned: weakref.WeakKeyDictionary[PlanTable, Recent[RecurrentCall, RecurrentCa
 class RecurrentLayer:
     """Recurrent layers with plans in one table: ``layer(module, x, hx)`` is the result, or ``NotImplemented``.
 
-    The latter means that torch computes it. Copies of a module share it. It holds no tensor.
+    The latter means that torch computes it. Copies of a module share it. It holds no tensor. ``name`` is the module's
+    in its model, for a profiler to show.
     """
 
-    __slots__ = ("__weakref__", "_latest", "_runs", "known", "plan_table")
+    __slots__ = ("__weakref__", "_latest", "_runs", "known", "name", "plan_table")
 
     def __init__(self, plan_table: PlanTable) -> None:
-        self.plan_table = plan_table
+        self.plan_table, self.name = plan_table, ""
         self._runs: Recent[RecurrentCall, RecurrentRun] = Recent(MOST_CALLS)
         self._latest: RepeatedCall | None = None
         """The latest call, in the hope that the next one is like it."""
@@ -136,9 +139,11 @@ class RecurrentLayer:
             self.plan_table.refuse(problem, call.deterministic, reason)
             return RecurrentRun(problem, call.device, None, (), several)
         layer = solver.layer(problem, bound.plan.config)
-        run = RecurrentRun(problem, call.device, layer, bound.slots, several, solver, bound.plan.config)
+        ranges, shared = (_ranges(name, bound.plan) for name in (self.name, ""))
+        run = RecurrentRun(problem, call.device, layer, bound.slots, several, solver, bound.plan.config, ranges)
         if self.plan_table.traced and not call.packed and len(self.known) < MOST_CALLS:
-            known = publish(run, call, bound.plan)
+            # Layers of equal plans share what is published, so that it has no layer's name.
+            known = publish(replace(run, ranges=shared), call, bound.plan)
             if known is not None and known not in self.known:
                 self.known.append(known)
                 self.plan_table.published.add(known.plans)
@@ -149,6 +154,11 @@ class RecurrentLayer:
         self._runs.clear()
         self._latest = None
         self.known.clear()
+
+
+def _ranges(name: str, plan: Plan) -> tuple[str, str]:
+    """The names under which a profiler shows forward and backward of a layer ``name``."""
+    return range_name(name, "forward", plan.solver), range_name(name, "backward", plan.solver)
 
 
 def _calls_of(plan_table: PlanTable) -> Recent[RecurrentCall, RecurrentCall]:

@@ -17,6 +17,7 @@ from tilewise.nn.layers.recurrent.by_torch import ByTorch, Dropped, Gradients
 from tilewise.nn.layers.recurrent.call import Given
 from tilewise.nn.layers.recurrent.native import NEVER, recurrent_native
 from tilewise.nn.layers.recurrent.saved import apart, together
+from tilewise.nn.ranges import shown, watched
 from tilewise.plan import Config
 from tilewise.problems.recurrent.packing import Packing
 from tilewise.problems.recurrent.problem import RecurrentProblem
@@ -32,6 +33,7 @@ class RecurrentRun:
 
     ``slots`` say how the plan expects x, first states and weights. ``several`` says that there is more than one GPU:
     then that of ``device`` is made current. ``solver`` and ``config`` made the layer, and may make others like it.
+    ``ranges`` are the names under which a profiler shows forward and backward.
     """
 
     problem: RecurrentProblem
@@ -41,6 +43,7 @@ class RecurrentRun:
     several: bool
     solver: RecurrentSolver | None = None
     config: Config | None = None
+    ranges: tuple[str, str] = ("", "")
     _native: list[Any] = field(default_factory=list, init=False)
     """The call in native code, once it is known whether there is one."""
 
@@ -73,7 +76,12 @@ class RecurrentRun:
         return self._as_returned(given, y, last)
 
     def _by_native(self, x: Tensor, h0: Tensor | None, c0: Tensor | None, weights: tuple[Tensor, ...]) -> Any:
-        """y and the last states by native code; ``None`` where it does not compute such a call."""
+        """y and the last states by native code; ``None`` where it does not compute such a call.
+
+        While a profiler runs calls come from Python, which names ranges for it.
+        """
+        if watched():
+            return None
         if not self._native:
             found = recurrent_native(self.problem, self.layer, self.device, self._gradients)
             if found is None:
@@ -119,7 +127,7 @@ class RecurrentRun:
         """y, hn and cn without autograd; where ``keep``, also what backward takes, and the weights for it."""
         layer: Any = self.layer  # layers that do not start at zeros by themselves are given first states
         x, h0, c0, *taken = self.taken(x, h0, c0, weights)
-        with self._on_device():
+        with self._on_device(), shown(self.ranges[0]):
             y, hn, cn, saved = layer.forward(x, h0, c0, taken, dropout=dropout, packing=packing, keep=keep)
         return y, hn, cn, saved, taken
 
@@ -139,7 +147,7 @@ class RecurrentRun:
         assert self.layer is not None
         dense = [None if gradient is None else gradient.contiguous() for gradient in gradients]
         dy, dhn, dcn = (*dense, None)[:3]
-        with torch._C._DisableAutocast(), self._on_device():
+        with torch._C._DisableAutocast(), self._on_device(), shown(self.ranges[1]):
             return self.layer.backward(saved, weights, dy, dhn, dcn, needs)
 
     def by_torch(
