@@ -17,6 +17,7 @@ from tests.kernels.native.conftest import native, on_standin, standin  # noqa: F
 from tests.kernels.native.standin import COMPILER, Standin
 from tests.nn.test_linear import PASSES, Given, by_plans, values, with_gradients
 from tests.nn.test_native_calls import _on_a_cpu  # noqa: F401 (a fixture)
+from tests.nn.test_ranges import ranges
 from tests.solvers.lt_standin import LtStand, bound
 from tests.solvers.lt_standin import stand as stand  # a fixture
 
@@ -100,6 +101,17 @@ def test_products_by_a_library_need_no_python(by_lt: LtStand, turned: bool, monk
             y = layer(x, w, b)
             y.backward(torch.ones_like(y))
             assert len(by_lt.products) == 3
+
+
+def test_a_profiler_sees_products_that_need_no_python(by_lt: LtStand, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, tensors = LinearLayer(ByLt(), name="head"), values((5, 12), 20, True)
+    layer(*tensors)
+    for name in ("_laid_out", "_grad_input", "_grad_weight", "gradients", "result"):
+        monkeypatch.setattr(LinearRun, name, None)
+    passes = ("forward", "grad_input", "grad_weight")
+    ones = torch.ones(5, 20)  # a sum's gradient would be expanded, which Python takes
+    found = ranges(lambda: layer(*tensors).backward(ones))
+    assert found == {f"tilewise: head {name} cublaslt_gemm": 1 for name in passes}
 
 
 def test_a_call_without_gradients_needs_none_either(by_lt: LtStand) -> None:

@@ -20,6 +20,7 @@ import torch
 from tests.kernels.native.standin import COMPILER
 from tests.nn import test_autograd
 from tests.nn.dividing import Dividing, assert_same
+from tests.nn.test_ranges import ranges
 from torch import nn
 
 import tilewise
@@ -105,6 +106,14 @@ def test_the_node_is_one_of_cpp_and_has_torchs_edges() -> None:
     assert [edge.variable for edge in edges] == [x, got.weight, got.bias]
     node = node_of(pair(bias=False)[0](x.detach()))
     assert [edge is None for edge, _ in node.next_functions] == [True, False, True]
+
+
+def test_a_profiler_sees_its_passes() -> None:
+    got, _, x = pair()
+    y = got(x)
+    node_of(y)
+    passes = ("forward", "grad_input", "grad_weight")
+    assert ranges(lambda: got(x).sum().backward()) == {f"tilewise: {name} micro_batch": 1 for name in passes}
 
 
 @pytest.mark.parametrize("autocast", [True, False])

@@ -8,14 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.kernels.native.standin import COMPILER
 from tests.nn.dividing import Dividing
 from tests.nn.product_plans import Thin
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import tilewise
-from tilewise.kernels.native import autograd
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.ranges import in_range, shown, watched
 from tilewise.plan import Plan
@@ -142,22 +140,6 @@ def test_layers_in_a_compiled_graph_share_plans_and_have_no_name() -> None:
     with torch.no_grad():
         compiled(x)
         assert ranges(lambda: compiled(x)) == {"tilewise: forward micro_batch": 2}
-
-
-@pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
-def test_calls_from_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd, "DEVICES", {"cpu", "cuda"})
-    autograd.start(["cpu"])
-    if reason := autograd.why_not():
-        pytest.skip(reason)
-    model, x = Net(), images().requires_grad_()
-    tilewise.optimize(model, x, planner=Dividing(), goal="passes")
-    model(x)
-    assert type(model.stem(x).grad_fn).__name__ == "PlannedConvBackward"
-    assert not hasattr(model.stem(x).grad_fn, "saved_tensors")  # a node of C++
-    roles = ("forward", "grad_input", "grad_weight")
-    expected = {f"tilewise: {layer} {role} micro_batch": 1 for layer in ("stem", "body.0", "body.1") for role in roles}
-    assert ranges(lambda: trained(model, x)) == expected
 
 
 def test_copies_have_the_names_of_their_model() -> None:
