@@ -96,15 +96,13 @@ def command(
         raise BadInput("--total-workspace: the schedule has limits of its own; leave it or --schedule out")
     settings, options = (settings, settings.options()) if schedule is None else following(ctx, settings, schedule)
     resolved = resolve(target, settings, passes)
-    if trace is not None:
-        check_trace(trace, whole=resolved.network is not None and not passes)
+    check_trace(trace, whole=resolved.network is not None and not passes)
     planner = make_planner(devices, resolved.device)
     divided = divide_target(resolved, options, planner, budget)
     plans = plan_target(resolved, options, planner, schedule, divided.limits)
     results = time_results(resolved, plans, options.deterministic, iterations)
     top, summary = head(resolved, settings, options), summarize(results)
-    # Not where only some passes are asked for; nor without all plans, and the table says which and why.
-    whole = not passes and not summary.unplanned
+    whole = not passes and not summary.unplanned  # else there is no step; the table says which plans are missing
     taken = None if schedule is None else schedule_of(resolved, settings, options, plans, planner)
     step = time_training(resolved, options, planner, iterations, taken, budget, goal, trace) if whole else None
     if as_json:
@@ -120,10 +118,12 @@ def command(
         ctx.exit(NO_PLAN)
 
 
-def check_trace(file: str, *, whole: bool) -> None:
+def check_trace(file: str | None, *, whole: bool) -> None:
     """Raise :class:`BadInput` for a file that no time line can be written to, and where no ``whole`` step is timed."""
     from tilewise.nn.step.timeline import checked_file
 
+    if file is None:
+        return
     if not whole:
         raise BadInput(f"--trace {file!r}: it is of a whole training step; NET without --pass would do")
     with bad_input("--trace"):

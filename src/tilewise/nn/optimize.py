@@ -84,8 +84,7 @@ def optimize(
     ``nn.Conv1d`` to ``nn.ConvTranspose3d`` and, without a memory limit, ``nn.Linear``, ``Bilinear``, ``LSTM``, ``GRU``
     and ``RNN`` compute is swapped; where torch's own choice wins every pass, the module is left exactly as it was.
     :func:`restore` undoes it, :func:`summary` tells what was done. Of several ranks every one calls it; rank 0 plans.
-    One line says it at the end, by the logger ``tilewise`` or, in a program without logging, on stderr; not with a
-    ``progress`` or ``planner`` of the program's. Where nothing can be planned, a ``NothingPlannedWarning`` says why.
+    At the end one line says it, see ``docs/torch.md``, or a ``NothingPlannedWarning`` why nothing could be planned.
 
     - ``example_inputs``: what ``model`` is called with: a tuple of positional arguments, a mapping of named ones, a
       single value, or a list of such examples.
@@ -104,7 +103,6 @@ def optimize(
     examples = examples_of(example_inputs)
     asked = settings_of("optimize", ModelOptions, settings, options)
     check_arguments(asked, filter_fn, progress, planner, schedule, step, memory_step)
-    say_missing({t.device.type for t in (*model.parameters(), *tensors_in(examples))})
     own_step = memory_step if step is None else step
     later = plans_later(model, asked, schedule)
     weights = Weights.of(training=asked.training, frozen=asked.frozen)
@@ -124,13 +122,19 @@ def optimize(
         source.conclude(plan_table, modules.problems())
     live = install(model, planning, step_planner, progress, silent)
     now = functools.partial(compare_steps, model, examples, asked, own_step, modules, schedule, silent)
-    made = planning.concluded(now if live is None else lambda _: live.report)
-    source_of_step = StepSource.of(model, examples, training=asked.training)
-    made = replace(made, regions=regions.reports, source=source_of_step)
-    keep(model, made, plan_table, deterministic)
-    keep(modules.model, made, plan_table, deterministic)
-    conclude(modules.model, made, silent=silent)
+    made = replace(planning.concluded(now if live is None else lambda _: live.report), regions=regions.reports)
+    _conclude(model, planning, made, silent=silent)
     return model
+
+
+def _conclude(model: nn.Module, planning: Planning, made: Report, *, silent: bool) -> None:
+    """Keep the report of ``model``, and say what was done and what is missing here."""
+    examples, modules = list(planning.examples), planning.modules
+    made = replace(made, source=StepSource.of(model, examples, training=planning.asked.training))
+    for kept in (model, modules.model):
+        keep(kept, made, modules.plan_table, planning.deterministic)
+    say_missing({t.device.type for t in (*model.parameters(), *tensors_in(examples))})
+    conclude(modules.model, made, silent=silent)
 
 
 def _modules_of(
