@@ -118,6 +118,7 @@ def linear() -> tuple[nn.Module, torch.Tensor]:
         (network(), images()[:0], {}, "Conv2d (1): called with an empty tensor of shape (0, 2, 8, 8)"),
         (*linear(), {"workspace": "1MiB"}, "Linear (2): is planned without memory limits alone"),
         (linear()[0].double(), linear()[1].double(), {}, "Linear (2): computes in torch.float64: one of"),
+        (nn.GRU(4, 3).double(), torch.randn(2, 1, 4).double(), {}, "GRU (1): computes in torch.float64: one of"),
         (nn.ReLU(), images(), {}, "it has none of the layers that tilewise plans (convolutions"),
         (network(), images(), {"filter_fn": lambda *_: False}, "Conv2d (2): left out by filter_fn"),
     ],

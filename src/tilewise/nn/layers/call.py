@@ -122,9 +122,9 @@ def why_torchs(tensors: Iterable[object]) -> str:
     return ""
 
 
-def why_not_described(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> str:
-    """Why :func:`describe` knows no call of these operands, in words; empty where it is for another reason."""
-    tensors = (x, w) if b is None else (x, w, b)
+def why_not_described(x: torch.Tensor, *others: torch.Tensor | None) -> str:
+    """Why a layer cannot be planned for its input ``x`` and its ``others``, in words; empty for another reason."""
+    tensors = [t for t in (x, *others) if t is not None]
     if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in tensors):
         return "called with something else than dense tensors"
     devices = sorted({str(t.device) for t in tensors})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from tilewise.machine.device import device_name, recurrent_precision
-from tilewise.nn.layers.call import is_plain
+from tilewise.nn.layers.call import is_plain, why_not_described
 from tilewise.nn.layers.recurrent.autocast import is_on, lower_type
 from tilewise.problems.base import DTYPE_NAMES
 from tilewise.problems.recurrent.packing import Packing
@@ -202,7 +202,7 @@ def _why_devices_are_torchs(given: list[Tensor]) -> str:
     """Why the call is left to torch for the devices of its tensors; empty where it may be planned."""
     device = given[0].device
     if device.type not in ("cpu", "cuda") or any(t.device != device for t in given):
-        return "called with tensors on several devices, or on one that is neither a CPU nor CUDA"
+        return why_not_described(*given)
     return ""
 
 
@@ -216,7 +216,7 @@ def _why_types_are_torchs(module: nn.RNNBase | Arguments, given: list[Tensor]) -
         if any(t.dtype not in (torch.float32, lower) for t in given):
             return f"called under autocast with other types than {torch.float32} and {lower}"
     elif x.dtype not in DTYPE_NAMES or any(t.dtype is not x.dtype for t in given):
-        return f"computes in {x.dtype}, or in several types"
+        return why_not_described(*given)
     return ""
 
 
