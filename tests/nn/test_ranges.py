@@ -15,6 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import tilewise
 from tilewise.nn.layers.plan_table import PlanTable
+from tilewise.nn.programs.program import Program
+from tilewise.nn.programs.slots import Operator, Place, Slot, Step
 from tilewise.nn.ranges import in_range, shown, watched
 from tilewise.plan import Plan
 from tilewise.planner import Options
@@ -140,6 +142,18 @@ def test_layers_in_a_compiled_graph_share_plans_and_have_no_name() -> None:
     with torch.no_grad():
         compiled(x)
         assert ranges(lambda: compiled(x)) == {"tilewise: forward micro_batch": 2}
+
+
+def test_a_program_of_steps_and_what_computes_each() -> None:
+    slots = [Slot((4,), (1,), torch.float32, kind) for kind in ("input", "intermediate", "output")]
+    steps = [
+        Step("double", (0,), 1, lambda x, out: torch.add(x, x, out=out)),
+        Step("relu", (1,), 2, operator=Operator(torch.ops.aten.clamp_min.out, (Place(0), 0), out="out")),
+    ]
+    program, x = Program(slots, steps, inputs=[0], outputs=[2]), torch.randn(4)
+    want = program(x)
+    assert ranges(lambda: program(x)) == {"tilewise: double": 1, "tilewise: relu aten.clamp_min.out": 1}
+    assert torch.equal(program(x), want)
 
 
 def test_copies_have_the_names_of_their_model() -> None:

@@ -75,7 +75,8 @@ class PlannedModules:
             name: _kind(module).layers(self.plan_tables[name], weights) for name, module in self.candidates.items()
         }
         for name, layers in self._layers.items():
-            layers.name = name
+            if _kind(self.candidates[name]).named:
+                layers.name = name  # type: ignore[attr-defined]
         self._left: dict[str, str] = {}
         self._all_torchs = False
         """Whether all plans were taken back: then no module has a way of its own either."""

@@ -347,6 +347,7 @@ class Bilinears(ModuleKind):
     """``nn.Bilinear`` itself. Classes derived from it may compute anything."""
 
     classes = (nn.Bilinear,)
+    named = True
     under_limits = False  # the product's result is larger than anything that torch keeps
     problems = "gemm"
     in_its_own_way = True

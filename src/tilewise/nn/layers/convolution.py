@@ -64,6 +64,7 @@ class Convolutions(ModuleKind):
     """``nn.Conv1d`` to ``nn.ConvTranspose3d``, and classes derived from them that compute as they do."""
 
     classes = tuple(BASES)
+    named = True
 
     def obstacle(self, module: nn.Module) -> str:
         """As :func:`obstacle`."""

@@ -83,12 +83,7 @@ class Layer(Protocol):
 
 
 class Layers(Protocol):
-    """The layers of one module. A module has several where its calls differ by more than tensors.
-
-    ``name`` is the module's in its model, for a profiler to show. It is set before the first call.
-    """
-
-    name: str
+    """The layers of one module. A module has several where its calls differ by more than tensors."""
 
     def forget(self) -> None:
         """Let every layer look its plans up anew, since the plan table's plans have changed."""
@@ -102,6 +97,8 @@ class ModuleKind(abc.ABC):
     """The modules that it is for, and those of classes derived from them."""
     under_limits: ClassVar[bool] = True
     """Whether they are planned under a memory limit, which torch's own choice must then keep as well."""
+    named: ClassVar[bool] = False
+    """Whether its layers have a ``name`` to be set: the module's in its model, for a profiler to show."""
     whole_graphs: ClassVar[bool] = False
     """Whether ``torch.compile(fullgraph=True)`` refuses such a module unless it computes by :meth:`forward`."""
     in_its_own_way: ClassVar[bool] = False

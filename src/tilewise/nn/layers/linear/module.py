@@ -36,6 +36,7 @@ class Linears(ModuleKind):
     """
 
     classes = (nn.Linear,)
+    named = True
     under_limits = False  # what cuBLAS keeps for itself is over most limits, and there whatever is planned
     problems = "gemm"
 

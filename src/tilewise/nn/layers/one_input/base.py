@@ -116,6 +116,7 @@ class OneInputKind(ModuleKind):
 
     under_limits = False  # torch's own choice keeps more for its backward than most limits allow
     layer: ClassVar[type[OneInputLayer]]
+    named = True
 
     @abc.abstractmethod
     def runs_torch(self, kind: type[nn.Module]) -> bool:

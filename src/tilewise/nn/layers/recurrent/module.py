@@ -32,6 +32,7 @@ class RecurrentLayers(ModuleKind):
     """``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` themselves. Classes derived from them may compute anything."""
 
     classes = CLASSES
+    named = True
     under_limits = False  # torch's own choice keeps more for its backward than most limits allow
     whole_graphs = True
     problems = "rnn"
