@@ -2,6 +2,11 @@
 
 Given a layer, a device and a memory limit it finds the fastest exact way to compute it there, remembers it, and runs it
 in place of the framework's own choice.
+
+>>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+>>> model = tilewise.optimize(model, torch.randn(2, 3, 16, 16), rigor="estimate")
+>>> tilewise.__version__.count(".") >= 2
+True
 """
 
 from __future__ import annotations
@@ -13,7 +18,18 @@ from typing import TYPE_CHECKING
 from tilewise.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from tilewise import advice as advice
+    from tilewise import axis as axis
     from tilewise import cpu, distributed, fft, rnn, settings
+    from tilewise import device as device
+    from tilewise import execute as execute
+    from tilewise import nn as nn
+    from tilewise import notation as notation
+    from tilewise import plan as plan
+    from tilewise import planner as planner
+    from tilewise import problem as problem
+    from tilewise import solvers as solvers
+    from tilewise import wisdom as wisdom
     from tilewise.nn import background
     from tilewise.nn.background.begin import wait
     from tilewise.nn.exported.export import export
@@ -75,12 +91,23 @@ _HOMES = {
     "tilewise.wisdom": ("Wisdom",),
 }
 _MODULES = {
+    "advice": "tilewise.advice",
+    "axis": "tilewise.axis",
     "background": "tilewise.nn.background",
     "cpu": "tilewise.cpu",
+    "device": "tilewise.device",
     "distributed": "tilewise.distributed",
+    "execute": "tilewise.execute",
     "fft": "tilewise.fft",
+    "nn": "tilewise.nn",
+    "notation": "tilewise.notation",
+    "plan": "tilewise.plan",
+    "planner": "tilewise.planner",
+    "problem": "tilewise.problem",
     "rnn": "tilewise.rnn",
     "settings": "tilewise.settings",
+    "solvers": "tilewise.solvers",
+    "wisdom": "tilewise.wisdom",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -133,14 +160,24 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(_MODULES[name])
     home = _HOME.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_close_to(name)}")
     value: object = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 
 
+def _close_to(name: str) -> str:
+    """What was perhaps meant by ``name``, for an error message; empty where nothing is like it."""
+    if name.startswith("_"):  # what programs ask for, not people
+        return ""
+    import difflib
+
+    close = difflib.get_close_matches(name.lower(), __dir__(), n=2)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})
 
 
 def _enable_if_asked() -> None:

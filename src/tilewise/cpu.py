@@ -3,6 +3,10 @@
 glibc hands out large blocks as fresh mappings, and gives the end of its heap back to the system as soon as it is free.
 A network's results are such blocks: each step maps them anew, and the kernel fills every page with zeros when it is
 first touched, which takes longer than many layers. :func:`keep_memory` tells glibc to keep what was freed.
+
+>>> import tilewise.cpu
+>>> with tilewise.cpu.keep_memory():
+...     y = torch.nn.Conv2d(3, 8, 3)(torch.randn(2, 3, 16, 16))
 """
 
 from __future__ import annotations

@@ -8,6 +8,12 @@ through ``torch.fft``, with the same results in the same layouts. Arithmetic is 
 ``plain`` spectra are those of ``torch.fft``; ``frequency_major`` ones have the frequency first, ``packed`` ones also
 leave out what follows by symmetry. The manual writes all three out. Gradients are supported, also of gradients;
 forward-mode differentiation and ``torch.func`` are not.
+
+>>> from tilewise.fft import LAYOUTS, SIZES, rfft
+>>> LAYOUTS, 64 in SIZES[1]
+(('plain', 'frequency_major', 'packed'), True)
+>>> rfft(torch.ones(3), 4).shape
+torch.Size([3])
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""How a problem is computed: configs, measurements and the immutable tree of choices called a plan."""
+"""How a problem is computed: configs, measurements and the immutable tree of choices called a plan.
+
+>>> from tilewise.plan import BUSY, CHECK_VERSION, is_busy
+>>> is_busy(BUSY["cpu"], "cpu"), CHECK_VERSION >= 1
+(False, True)
+"""
 
 from __future__ import annotations
 
@@ -45,11 +50,25 @@ there until most cores are taken: processes that load data do not disturb it.
 
 
 class PlanFormatError(ValueError):
-    """A plan or wisdom document that cannot be read; the message names what is wrong."""
+    """A plan or wisdom document that cannot be read; the message names what is wrong.
+
+    >>> try:
+    ...     Plan.from_json({"solver": "fft"})
+    ... except PlanFormatError as error:
+    ...     print("no plan")
+    no plan
+    """
 
 
 class Config(Mapping[str, Value]):
-    """A solver's tunable parameters: frozen, hashable, ordered by name; prints as ``basis=32x32 product=batched``."""
+    """A solver's tunable parameters: frozen, hashable, ordered by name; prints as ``basis=32x32 product=batched``.
+
+    >>> config = Config(basis=(32, 32), product="batched")
+    >>> print(config)
+    basis=32x32 product=batched
+    >>> config["basis"]
+    (32, 32)
+    """
 
     __slots__ = ("_hash", "_items")
 
@@ -140,6 +159,10 @@ class Measurement:
     candidate was lost. ``estimate_ms`` is what the planner expected it to take before it was run. Only
     :meth:`~tilewise.planner.Planner.explain` fills it in; wisdom does not keep it, since it follows from the device's
     profile. It is ``None`` where nothing was estimated: for splits, and for what the problem or the options rule out.
+
+    >>> found = Measurement("fft", 1, Config(basis=(32, 32)), time_ms=2.5, workspace=2**20)
+    >>> found.device_ms, found.reason
+    (2.5, '')
     """
 
     solver: str
@@ -179,6 +202,11 @@ class Plan:
 
     ``workspace`` and ``constant`` (what stays between calls) are in bytes, of the problem's own device alone: a part
     that another device computes has its own. ``label`` is what people read in place of the config.
+
+    >>> problem = tilewise.GemmProblem(16, 32, 8)
+    >>> plan = tilewise.Planner().plan(problem, tilewise.Options(rigor="estimate"))
+    >>> plan.problem == problem.key, tilewise.Plan.from_json(plan.to_json()) == plan
+    (True, True)
     """
 
     problem: str
@@ -337,7 +365,11 @@ class Plan:
 
 
 def device_of(key: str) -> str:
-    """The device in a problem's canonical key, its last word: ``cpu``, or ``cuda:`` and a GPU's name."""
+    """The device in a problem's canonical key, its last word: ``cpu``, or ``cuda:`` and a GPU's name.
+
+    >>> device_of(tilewise.GemmProblem(16, 32, 8).key)
+    'cpu'
+    """
     before, kind, name = key.partition(" cuda:")
     return f"cuda:{name}" if kind else before.rpartition(" ")[2]
 
@@ -354,7 +386,11 @@ def is_busy(load: float | None, device: str) -> bool:
 
 
 def sum_known(values: Iterable[float | None]) -> float | None:
-    """The sum of ``values``, such as the host's times of parts; ``None`` where one of them is."""
+    """The sum of ``values``, such as the host's times of parts; ``None`` where one of them is.
+
+    >>> sum_known([1.5, 2.0]), sum_known([1.5, None])
+    (3.5, None)
+    """
     total = 0.0
     for value in values:
         if value is None:
@@ -374,6 +410,9 @@ def parse_bytes(size: int | str, argument: str = "workspace") -> int:
     """Bytes of a size given as an int or text with a unit (``"64MiB"``, ``"0.5 GiB"``, ``"4096"``).
 
     Raises ``ValueError`` naming ``argument``, the value and what would do.
+
+    >>> parse_bytes("64MiB"), parse_bytes("1.5 KB")
+    (67108864, 1500)
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise ValueError(f"{argument}={size!r}: a number of bytes or text such as '64MiB' would do")
@@ -409,7 +448,11 @@ def _storable(size: int, argument: str) -> int:
 
 
 def format_bytes(size: int) -> str:
-    """A size in bytes as people read it, such as ``48.9 MiB``."""
+    """A size in bytes as people read it, such as ``48.9 MiB``.
+
+    >>> format_bytes(64 * 2**20)
+    '64.0 MiB'
+    """
     for unit in ("GiB", "MiB", "KiB"):
         if size >= UNITS[unit]:
             return f"{size / UNITS[unit]:.1f} {unit}"

@@ -1,4 +1,9 @@
-"""Problems, as users import them: one class for each kind, what problems are made of and what they are cut into."""
+"""Problems, as users import them: one class for each kind, what problems are made of and what they are cut into.
+
+>>> from tilewise.problem import DTYPES
+>>> DTYPES["bf16"]
+torch.bfloat16
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,16 @@ SECONDS = 30.0
 
 
 class NoAdviceError(RuntimeError):
-    """The time was over before what was asked could be measured."""
+    """The time was over before what was asked could be measured.
+
+    >>> layer = tilewise.RecurrentProblem("gru", time=4, batch=4, inputs=8, hidden=8)
+    >>> from tilewise.advice import NoAdviceError, advise, recurrent_layer
+    >>> try:
+    ...     found = advise(recurrent_layer(layer), seconds=0.0001)
+    ... except NoAdviceError as error:
+    ...     print("more seconds would do")
+    more seconds would do
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,16 @@ class Advice:
     by ``plans`` as a layer runs them, checked. ``finals`` are the best and the asked one with times taken in turns,
     which count where there are any. ``is_done`` says that nothing else was expected to be better; otherwise the time
     was over before. ``seconds`` were spent. ``why`` are sentences.
+
+    >>> from tilewise.advice import Advice, Part, Point, product
+    >>> sweep = product([tilewise.GemmProblem(64, 32, 32)])
+    >>> points = tuple(
+    ...     Point(sizes, sizes[2], tuple(Part(problem, ms) for problem in sweep.problems(sizes)))
+    ...     for sizes, ms in (((32, 32, 64), 2.0), ((32, 32, 80), 2.0))
+    ... )
+    >>> found = Advice(sweep, "torch", points, finals=(), is_done=True, seconds=1.0)
+    >>> found.best.samples_per_second, found.asked.samples_per_second
+    (40000.0, 32000.0)
     """
 
     sweep: Sweep
@@ -109,8 +128,13 @@ def advise(
     then, if that is anything, before ``KeyboardInterrupt`` goes on.
 
     Raises ``ValueError`` naming ``seconds`` or ``options.rigor``, and :class:`NoAdviceError` where the asked point
-    could not be measured within the time. For example ``advise(recurrent_layer(RecurrentProblem("gru", 16, 60, 1700,
-    1700))).best.sizes`` are hidden units and mini-batch of the point with the most samples a second.
+    could not be measured within the time.
+
+    >>> from tilewise.advice import advise, product
+    >>> sweep = product([tilewise.GemmProblem(4, 4, 4)], size_share=0.0, batch_share=0.25)
+    >>> found = advise(sweep, options=tilewise.Options(exclude=("row_shares", "thin_gemm")), seconds=5)
+    >>> found.best.samples_per_second >= found.asked.samples_per_second
+    True
     """
     options = options or Options()
     if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds < math.inf:

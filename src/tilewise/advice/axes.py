@@ -24,8 +24,11 @@ class Axis:
     """A size called ``name``: ``asked`` is what the user has, and others may differ from it by ``share`` of it.
 
     Only multiples of ``unit`` are sizes, such as the number of groups for channels. Raises ``ValueError`` for a share
-    that is not from 0 to below 1, and for an asked size that is no multiple. For example the :attr:`values` of
-    ``Axis("batch", 60, 0.25)`` are those from 45 to 75.
+    that is not from 0 to below 1, and for an asked size that is no multiple.
+
+    >>> from tilewise.advice import Axis
+    >>> Axis("channels", 64, 0.1, unit=4).near(64, tried=())
+    [68, 60]
     """
 
     name: str

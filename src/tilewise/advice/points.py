@@ -16,6 +16,10 @@ class Part:
 
     ``ms`` is ``None`` where nothing computes it, and ``reason`` says why. ``checked`` says whether the plan was held
     against float64, ``busy`` whether other processes disturbed its time.
+
+    >>> from tilewise.advice import Part
+    >>> round(Part(tilewise.GemmProblem(1000, 1000, 1000), ms=2.0).rate, 3)  # TFLOP/s
+    1.0
     """
 
     problem: Problem
@@ -40,7 +44,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """All ``parts`` of one step at ``sizes``, which computes ``samples`` samples."""
+    """All ``parts`` of one step at ``sizes``, which computes ``samples`` samples.
+
+    >>> from tilewise.advice import Part, Point
+    >>> point = Point(sizes=(1000,), samples=1000, parts=(Part(tilewise.GemmProblem(1000, 1000, 1000), ms=2.0),))
+    >>> point.samples_per_second
+    500000.0
+    """
 
     sizes: Sizes
     samples: int

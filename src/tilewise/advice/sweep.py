@@ -27,6 +27,11 @@ class Sweep:
     """Axes of which sizes may be chosen, and ``make``, which gives the problems of one step at sizes by name.
 
     ``batch`` is the name of the axis that counts samples. Steps are compared by the sum of their problems' times.
+
+    >>> from tilewise.advice import Axis, Sweep
+    >>> sweep = Sweep((Axis("rows", 64, 0.25),), "rows", lambda sizes: (tilewise.GemmProblem(sizes["rows"], 32, 32),))
+    >>> sweep.samples(sweep.asked), sweep.flops(sweep.asked)
+    (64, 131072)
     """
 
     axes: tuple[Axis, ...]
@@ -77,6 +82,10 @@ def recurrent_layer(
 
     Where the input is as wide as the state it stays so: layers on one another change together. A projection keeps its
     share of the units.
+
+    >>> layer = tilewise.RecurrentProblem("gru", time=4, batch=4, inputs=8, hidden=8)
+    >>> recurrent_layer(layer).named((8, 5))
+    {'hidden': 8, 'batch': 5}
     """
     square = problem.inputs == problem.hidden
 
@@ -96,6 +105,10 @@ def product(
     """A sweep of one matrix product stored in the ways of ``problems``, over all its sizes; a sample is a row.
 
     ``rows`` (M) are the mini-batch, as in a linear layer; ``columns`` (N) and ``depth`` (K) are widths of layers.
+
+    >>> sweep = product([tilewise.GemmProblem(64, 32, 32)])
+    >>> sweep.text(sweep.asked)
+    'columns 32, depth 32, rows 64'
     """
     first = problems[0]
 
@@ -113,6 +126,11 @@ def convolution(
 
     The channels of a depthwise layer, of which each is a group, are one size; those of other grouped layers stay
     multiples of the groups. All sides of an image change in proportion to the first.
+
+    >>> from tilewise.notation import parse_layer
+    >>> sweep = convolution([parse_layer("mb8ic16ih28oc16kh3ph1")])
+    >>> sweep.text(sweep.asked)
+    'ic 16, oc 16, image 28, batch 8'
     """
     first = problems[0]
     depthwise = first.groups > 1 and first.groups == first.in_channels == first.out_channels

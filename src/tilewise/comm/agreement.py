@@ -14,7 +14,15 @@ __all__ = ["RankMismatch", "agree", "difference", "gather", "named_ranks", "rece
 
 
 class RankMismatch(RuntimeError):
-    """Ranks would compute different things; the message says which rank differs, and how."""
+    """Ranks would compute different things; the message says which rank differs, and how.
+
+    In each of several ranks, whose models should be the same:
+
+    >>> try:  # doctest: +SKIP
+    ...     tilewise.optimize(model, images)
+    ... except tilewise.nn.RankMismatch as error:
+    ...     print(error)
+    """
 
 
 def several_ranks() -> bool:

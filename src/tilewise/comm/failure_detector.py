@@ -27,6 +27,13 @@ class PeerError(RuntimeError):
     """Another rank failed, ended, or did not answer in time; the message says which, why, and where this one waited.
 
     ``causes`` has the ranks that failed, each with what happened to it in words.
+
+    In each of several ranks, one of which may fail:
+
+    >>> try:  # doctest: +SKIP
+    ...     y = parallel(parallel.scatter(x))
+    ... except tilewise.distributed.PeerError as error:
+    ...     print(error.ranks, error)
     """
 
     def __init__(self, text: str, causes: Sequence[Cause] = ()) -> None:

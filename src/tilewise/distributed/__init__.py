@@ -1,4 +1,10 @@
-"""Models on images that are too large for one device: each rank holds a stripe or block of every activation."""
+"""Models on images that are too large for one device: each rank holds a stripe or block of every activation.
+
+>>> from tilewise.distributed import Grid, Layout
+>>> layout = Layout(Grid(dims=(-2,), shape=(2,), coords=(0,)), cuts=((0, 112, 224),))
+>>> layout.part((1, 3, 224, 224))  # what the first of two ranks holds
+(1, 3, 112, 224)
+"""
 
 from tilewise.comm.agreement import RankMismatch
 from tilewise.comm.failure_detector import PeerError

@@ -24,7 +24,15 @@ from tilewise.settings import Settings, StepOptions
 __all__ = ["optimize"]
 
 
-@takes(StepOptions)
+EXAMPLE = """\
+In each of several ranks, after which steps run as before:
+
+>>> parallel = tilewise.distributed.SpatialParallel(model, mesh)  # doctest: +SKIP
+>>> parallel = tilewise.distributed.optimize(parallel, parallel.scatter(images), workspace="64MiB")  # doctest: +SKIP
+"""
+
+
+@takes(StepOptions, EXAMPLE)
 def optimize(
     parallel: SpatialParallel,
     example: Any,

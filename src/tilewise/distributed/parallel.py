@@ -44,13 +44,16 @@ class SpatialParallel(nn.Module):
     Every rank wraps the same module with the same weights, and runs the same program. Names, shapes, types, modes and
     all values of parameters and buffers are compared bit by bit among the ranks of an image, and among those along the
     dimensions ``replicas`` of the mesh, such as that of data parallelism. With ``broadcast`` the first of these ranks
-    gives the others its values first, in place::
+    gives the others its values first, in place. In each of four ranks:
 
-        mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("h",))
-        parallel = SpatialParallel(model, mesh, dims=("h",))
-        y = parallel(parallel.scatter(x))        # x, the same on every rank, or put together by ``shard``
-        loss = criterion(parallel.gather(y), target)
-        loss.backward()                          # weights have the same gradients as on one device
+    >>> mesh = torch.distributed.init_device_mesh("cuda", (4,), mesh_dim_names=("h",))  # doctest: +SKIP
+    >>> parallel = SpatialParallel(model, mesh, dims=("h",))  # doctest: +SKIP
+    >>> y = parallel(parallel.scatter(x))  # doctest: +SKIP
+    >>> loss = criterion(parallel.gather(y), target)  # doctest: +SKIP
+    >>> loss.backward()  # doctest: +SKIP
+
+    There ``x`` is the same on every rank (or put together by :meth:`shard`), and weights have the same gradients as on
+    one device.
 
     The module's forward runs unchanged, with :class:`Shard` as inputs. Parameters, buffers and ``state_dict`` are the
     module's own, under their own names. Gradients of parameters are those of the whole image, on every rank. All ranks

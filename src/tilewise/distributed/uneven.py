@@ -24,19 +24,18 @@ def uneven_mean(model: nn.Module, count: int, group: dist.ProcessGroup | None = 
 
     Each rank calls it after ``backward()`` of the mean loss of its own ``count`` samples. A rank without samples calls
     it with 0, without a backward; whatever its gradients are, they do not count. The result is 0 when no rank has had
-    samples, and gradients are then left alone: so ranks whose data ends early take part until all have ended:
+    samples, and gradients are then left alone: so ranks whose data ends early take part until all have ended. In each
+    of several ranks:
 
-    .. code-block:: python
-
-        batches = iter(loader)
-        while True:
-            images, labels = next(batches, (None, ()))
-            optimizer.zero_grad()
-            if len(labels):
-                F.cross_entropy(model(images), labels).backward()
-            if not tilewise.distributed.uneven_mean(model, len(labels)):
-                break
-            optimizer.step()
+    >>> batches = iter(loader)  # doctest: +SKIP
+    >>> while True:  # doctest: +SKIP
+    ...     images, labels = next(batches, (None, ()))
+    ...     optimizer.zero_grad()
+    ...     if len(labels):
+    ...         F.cross_entropy(model(images), labels).backward()
+    ...     if not tilewise.distributed.uneven_mean(model, len(labels)):
+    ...         break
+    ...     optimizer.step()
 
     All ranks of ``group``, by default of all processes, must have the same parameters. A parameter without a gradient
     on every rank stays without; one that has one somewhere gets one everywhere. Sums are in the gradients' dtype.
@@ -111,19 +110,17 @@ class UnevenMean:
     It registers itself as the model's communication hook. Each rank says before every ``backward()`` how many samples
     its mean loss is of. A rank without samples says 0 and runs the backward of any loss of the model, say of zeros, as
     ``DistributedDataParallel`` waits for all ranks; its gradients do not count, not even ``nan``. For ranks whose data
-    ends early there is torch's ``Join``:
+    ends early there is torch's ``Join``. In each of several ranks:
 
-    .. code-block:: python
-
-        model = torch.nn.parallel.DistributedDataParallel(model)
-        mean = tilewise.distributed.UnevenMean(model)
-        with torch.distributed.algorithms.Join([model]):
-            for images, labels in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(images), labels)
-                mean.count(len(labels))
-                loss.backward()
-                optimizer.step()
+    >>> model = torch.nn.parallel.DistributedDataParallel(model)  # doctest: +SKIP
+    >>> mean = tilewise.distributed.UnevenMean(model)  # doctest: +SKIP
+    >>> with torch.distributed.algorithms.Join([model]):  # doctest: +SKIP
+    ...     for images, labels in batches:
+    ...         optimizer.zero_grad()
+    ...         loss = F.cross_entropy(model(images), labels)
+    ...         mean.count(len(labels))
+    ...         loss.backward()
+    ...         optimizer.step()
 
     Raises ``ValueError`` for anything but a ``DistributedDataParallel`` model, and what its ``register_comm_hook``
     raises, as where the model has another hook. A backward without a :meth:`count` before it counts as one of no

@@ -36,13 +36,19 @@ _workspaces = Workspaces()
 
 
 def touch_workspace(size: int, device: torch.device) -> None:
-    """Make a CPU workspace of ``size`` bytes resident, so that a measurement does not count it as growth."""
+    """Make a CPU workspace of ``size`` bytes resident, so that a measurement does not count it as growth.
+
+    >>> touch_workspace(4096, torch.device("cpu"))
+    """
     if device.type == "cpu":
         _workspaces.touch(size)
 
 
 def release_workspaces() -> None:
-    """Give the memory of this thread's CPU workspace back to the system."""
+    """Give the memory of this thread's CPU workspace back to the system.
+
+    >>> release_workspaces()
+    """
     _workspaces.release()
     release_elsewhere()
 
@@ -59,6 +65,13 @@ class Bound:
     ``ValueError``. ``pins`` says that results on the host are allocated in pinned memory, to which GPUs copy directly.
     ``kernels`` is what native code needs to launch them itself, or to call the plan by addresses; ``None`` where the
     plan does more than that.
+
+    >>> problem = tilewise.GemmProblem(2, 4, 3)
+    >>> plan = tilewise.Planner().plan(problem, tilewise.Options(rigor="estimate"))
+    >>> a, b = torch.ones(2, 3), torch.ones(3, 4)
+    >>> bound = bind(plan, problem, a, b)
+    >>> bound(a, b).tolist()[0], bound.workspace >= 0
+    ([3.0, 3.0, 3.0, 3.0], True)
     """
 
     __slots__ = (
@@ -300,6 +313,12 @@ def bind(plan: Plan, problem: Problem, *tensors: Tensor | None) -> Bound:
     Results that a call allocates have the strides of those given, or else those of the problem's layout. Raises
     :class:`PlanMismatch` for a plan of another problem or version and for tensors that are not the problem's,
     ``SolverUnavailable`` for a config that cannot run here.
+
+    >>> problem = tilewise.GemmProblem(2, 4, 3)
+    >>> plan = tilewise.Planner().plan(problem, tilewise.Options(rigor="estimate"))
+    >>> a, b = torch.ones(2, 3), torch.ones(3, 4)
+    >>> bind(plan, problem, a, b)(a, b).shape
+    torch.Size([2, 4])
     """
     if plan.problem != problem.key:
         raise PlanMismatch(f"the plan is for {plan.problem}, the problem is {problem.key}")
@@ -330,6 +349,10 @@ def compile_only(plan: Plan, problem: Problem) -> None:
 
     Kernels for a GPU are compiled for the one that is sought: see
     :func:`~tilewise.kernels.building.target.compiling_for`. Raises as :func:`bind`.
+
+    >>> problem = tilewise.GemmProblem(2, 4, 3)
+    >>> plan = tilewise.Planner().plan(problem, tilewise.Options(rigor="estimate"))
+    >>> compile_only(plan, problem)
     """
     operands, results, _ = described(problem)
     _node(plan, problem, operands, results)
@@ -353,12 +376,24 @@ def _along(dim: int, dims: int) -> tuple[int, ...]:
 
 
 def adds_bias(plan: Plan, problem: Problem) -> bool:
-    """Whether solvers add the bias themselves: each part of the result gets it from the one leaf that writes it."""
+    """Whether solvers add the bias themselves: each part of the result gets it from the one leaf that writes it.
+
+    >>> problem = tilewise.GemmProblem(2, 4, 3, bias=True)
+    >>> plan = tilewise.Planner().plan(problem, tilewise.Options(rigor="estimate"))
+    >>> adds_bias(plan, problem) in (True, False)
+    True
+    """
     return _by_leaves(plan, problem, lambda solver, p, c: solver.does_add_bias(p, c))
 
 
 def activates(plan: Plan, problem: Problem) -> bool:
-    """Whether solvers apply the activation themselves, after they have added bias and residual."""
+    """Whether solvers apply the activation themselves, after they have added bias and residual.
+
+    >>> problem = tilewise.GemmProblem(2, 4, 3)
+    >>> plan = tilewise.Planner().plan(problem, tilewise.Options(rigor="estimate"))
+    >>> activates(plan, problem)
+    False
+    """
     return _by_leaves(plan, problem, lambda solver, p, c: solver.does_activate(p, c))
 
 
@@ -368,7 +403,13 @@ def adds_residual(plan: Plan, problem: Problem) -> bool:
 
 
 def finishes(plan: Plan, problem: Problem) -> bool:
-    """Whether solvers do all of the bias, the residual and the activation, so that no pass is needed behind them."""
+    """Whether solvers do all of the bias, the residual and the activation, so that no pass is needed behind them.
+
+    >>> problem = tilewise.GemmProblem(2, 4, 3)
+    >>> plan = tilewise.Planner().plan(problem, tilewise.Options(rigor="estimate"))
+    >>> finishes(plan, problem)
+    True
+    """
     return (
         (not problem.bias or adds_bias(plan, problem))
         and (not problem.residual or adds_residual(plan, problem))

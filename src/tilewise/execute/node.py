@@ -22,7 +22,17 @@ Results = tuple[Tensor | None, ...]
 
 
 class PlanMismatch(ValueError):
-    """A plan does not fit the problem or this version's solvers. The message says which of them, and how."""
+    """A plan does not fit the problem or this version's solvers. The message says which of them, and how.
+
+    >>> problem = tilewise.GemmProblem(2, 4, 3)
+    >>> plan = tilewise.Planner().plan(problem, tilewise.Options(rigor="estimate"))
+    >>> from tilewise.execute import PlanMismatch, bind
+    >>> try:
+    ...     bind(plan, tilewise.GemmProblem(2, 4, 5), torch.ones(2, 5), torch.ones(5, 4))
+    ... except PlanMismatch as error:
+    ...     print("a plan of another problem")
+    a plan of another problem
+    """
 
 
 class Node:

@@ -438,6 +438,17 @@ def parts_of(plan: Plan, problem: Problem, split: Split) -> tuple[tuple[Part[Any
     """The parts into which ``split`` cuts ``problem`` by ``plan``, and the plan of each.
 
     Raises :class:`PlanMismatch`.
+
+    >>> from tilewise import solvers
+    >>> from tilewise.execute import parts_of
+    >>> from tilewise.plan import Config
+    >>> whole, half = tilewise.GemmProblem(16, 32, 8), tilewise.GemmProblem(8, 32, 8)
+    >>> child = tilewise.Planner().plan(half, tilewise.Options(rigor="estimate"))
+    >>> split = solvers.get("row_blocks")
+    >>> plan = tilewise.Plan(whole.key, split.name, split.version, Config(sizes=(8, 8)), (child,), (2,))
+    >>> parts, plans = parts_of(plan, whole, split)
+    >>> [part.problem.m for part in parts], plans == [child, child]
+    ([8, 8], True)
     """
     try:
         parts = split.children(problem, plan.config)

@@ -53,5 +53,10 @@ def _carve(
 
 
 def carved(size: int) -> int:
-    """``size`` bytes rounded up to what a temporary takes of a workspace, whose pieces are aligned."""
+    """``size`` bytes rounded up to what a temporary takes of a workspace, whose pieces are aligned.
+
+    >>> from tilewise.execute import carved
+    >>> carved(1), carved(4096)
+    (256, 4096)
+    """
     return -(-size // GRAIN) * GRAIN

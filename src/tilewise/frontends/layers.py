@@ -1,4 +1,9 @@
-"""The convolution layers that a network runs, in order, with the shapes of their inputs."""
+"""The convolution layers that a network runs, in order, with the shapes of their inputs.
+
+>>> from tilewise.frontends.layers import CONVOLUTIONS, Layout
+>>> torch.nn.Conv2d in CONVOLUTIONS
+True
+"""
 
 from __future__ import annotations
 
@@ -43,6 +48,10 @@ class LayerCall:
     type it computes in: its input's, or autocast's. ``layout`` is ``contiguous`` where both dense orders fit.
     ``needs_input_grad`` says whether training computes the gradient of its input (DGRAD): a first layer whose input is
     data needs none. ``count`` is 1 for the layer's first call, 2 for its second and so on.
+
+    >>> call = convolution_layers(torch.nn.Conv2d(3, 8, 3), torch.zeros(2, 3, 32, 32))[0]
+    >>> call.input_shape, call.layout, call.needs_input_grad
+    ((2, 3, 32, 32), 'contiguous', False)
     """
 
     name: str
@@ -58,6 +67,9 @@ def is_convolution(module: nn.Module) -> bool:
     """Whether ``module`` computes exactly what one of torch's convolution layers does.
 
     Subclasses count as long as they leave the forward alone (a parametrised layer does, for one).
+
+    >>> is_convolution(torch.nn.Conv2d(3, 8, 3)), is_convolution(torch.nn.Linear(3, 8))
+    (True, False)
     """
     return base_of(module) is not None and not override(module)
 

@@ -27,7 +27,14 @@ SHOWN = 12
 
 
 class NetworkError(ValueError):
-    """A network cannot be loaded. The message names what was asked for and what would do."""
+    """A network cannot be loaded. The message names what was asked for and what would do.
+
+    >>> try:
+    ...     load_network("alexnett")
+    ... except NetworkError as error:
+    ...     print(str(error).partition("? ")[0])
+    network 'alexnett' is not built in; did you mean 'alexnet'
+    """
 
 
 @dataclass(frozen=True, slots=True)

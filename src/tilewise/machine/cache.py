@@ -16,6 +16,10 @@ def cache_dir() -> Path:
 
     It need not exist. The path is absolute, unless there is no home directory or the current directory is gone; then
     nothing is kept.
+
+    >>> from tilewise.wisdom import cache_dir
+    >>> cache_dir().is_absolute()
+    True
     """
     moved = os.environ.get(VARIABLE)
     if moved:

@@ -22,6 +22,9 @@ class Environment:
     Times from one environment say nothing about another. ``hardware`` is a CPU's model, or a GPU's compute capability
     and number of multiprocessors; ``threads`` is torch's number of threads, 0 for GPUs. Fields that do not apply are
     empty.
+
+    >>> environment("cpu").threads == torch.get_num_threads()
+    True
     """
 
     device: str
@@ -158,6 +161,9 @@ def total_memory(device: torch.device) -> int:
     """Bytes of memory that ``device`` has.
 
     For a CPU it is the machine's memory, or what the process's control group may use where that is less.
+
+    >>> total_memory(torch.device("cpu")) > 2**20
+    True
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)

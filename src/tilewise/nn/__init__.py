@@ -1,4 +1,9 @@
-"""Planned convolutions in PyTorch models: whole models, single calls, and programs that stay as they are."""
+"""Planned convolutions in PyTorch models: whole models, single calls, and programs that stay as they are.
+
+>>> model = tilewise.optimize(torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16), rigor="estimate")
+>>> tilewise.nn.report(model).layers[0].kind
+'Conv2d'
+"""
 
 from tilewise.comm.agreement import RankMismatch
 from tilewise.nn.background.begin import wait

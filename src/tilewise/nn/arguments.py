@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, get_type_hints
@@ -35,6 +37,8 @@ ARGUMENTS = {
 
 def check_model(model: object) -> None:
     """Raise ``ValueError`` where ``model`` is not a ``torch.nn.Module``."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise ValueError(f"model={model.__name__}: a class; a torch.nn.Module would do, such as {model.__name__}(...)")
     if not isinstance(model, nn.Module):
         raise ValueError(f"model={model!r:.80}: a torch.nn.Module would do")
 
@@ -68,11 +72,12 @@ def examples_of(example_inputs: object) -> list[Any]:
     return examples
 
 
-def takes(taken: type) -> Callable[[Function], Function]:
+def takes(taken: type, example: str = "") -> Callable[[Function], Function]:
     """Show each option of the ``TypedDict`` ``taken`` in the signature and the docstring of a function.
 
     The function takes them as ``**options``. In the docstring they replace the line ``{options}``, and those of its own
-    arguments that are in ``ARGUMENTS`` replace ``{arguments}``. The function itself stays as it is.
+    arguments that are in ``ARGUMENTS`` replace ``{arguments}``. An ``example``, lines for doctest, goes to its end. The
+    function itself stays as it is.
     """
     types = get_type_hints(taken)
     names = [name for name in OPTIONS if name in types]
@@ -91,7 +96,8 @@ def takes(taken: type) -> Callable[[Function], Function]:
         if function.__doc__ is not None:  # python -OO has none
             arguments = {name: text for name, text in ARGUMENTS.items() if name in parameters}
             text = function.__doc__.replace("{options}", described(names))
-            function.__doc__ = text.replace("{arguments}", listed(arguments))
+            text = text.replace("{arguments}", listed(arguments))
+            function.__doc__ = f"{text}\n{textwrap.indent(example, ' ' * 4)}" if example else text
         return function
 
     return shown
@@ -106,7 +112,9 @@ def settings_of(function: str, taken: type, settings: Settings | None, options: 
     allowed = taken.__annotations__
     for name in options:
         if name not in allowed:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            close = difflib.get_close_matches(name, allowed, n=1)
+            would_do = f"{close[0]} would do" if close else f"its options are {', '.join(allowed)}"
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}: {would_do}")
     if settings is not None and not isinstance(settings, Settings):
         raise ValueError(f"settings={settings!r:.80}: a tilewise.Settings, or None, would do")
     base = Settings() if settings is None else settings

@@ -132,6 +132,11 @@ def set_defaults(
     {arguments}
 
     Raises ``ValueError`` naming the argument at fault.
+
+    >>> tilewise.nn.set_defaults(workspace="16MiB", rigor="estimate")
+    >>> tilewise.conv2d(torch.ones(1, 3, 8, 8), torch.ones(4, 3, 3, 3)).shape
+    torch.Size([1, 4, 6, 6])
+    >>> tilewise.nn.set_defaults()  # the defaults of the library again
     """
     global _defaults
     merged = settings_of("set_defaults", DefaultOptions, settings, options)
@@ -216,12 +221,17 @@ def transposed_convolution(dims: int, planned: Planned) -> Callable[..., torch.T
     return conv_transpose
 
 
-def _documented(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Give ``function`` its docstring, and return it."""
+def _documented(dims: int, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Give ``function``, of ``dims`` dimensions, its docstring, and return it."""
     function.__doc__ = f"""As :func:`torch.nn.functional.{function.__name__}`, by a plan where one is faster.
 
-    A shape seen for the first time is planned on sight, under the options of :func:`set_defaults`. Raises what torch
-    raises for its arguments, and ``NoPlanError`` when no solver keeps a memory limit.
+    ``input`` is (batch, in_channels, *sizes), ``weight`` (in_channels, out_channels / groups, *kernels) and ``bias``
+    (out_channels). A shape seen for the first time is planned on sight, under the options of :func:`set_defaults`.
+    Raises what torch raises for its arguments, and ``NoPlanError`` when no solver keeps a memory limit.
+
+    >>> x, w = torch.ones(1, 3{", 8" * dims}), torch.ones(3, 4{", 3" * dims})
+    >>> tilewise.{function.__name__}(x, w).shape
+    torch.Size([1, 4{", 10" * dims}])
     """
     return function
 
@@ -258,7 +268,8 @@ def _finishing(dims: int) -> Callable[..., torch.Tensor]:
     conv.__name__ = conv.__qualname__ = f"conv{dims}d"
     conv.__doc__ = f"""As :func:`torch.nn.functional.conv{dims}d`, by a plan where one is faster.
 
-    A shape seen for the first time is planned on sight, under the options of :func:`set_defaults`.
+    ``input`` is (batch, in_channels, *sizes), ``weight`` (out_channels, in_channels / groups, *kernels) and ``bias``
+    (out_channels). A shape seen for the first time is planned on sight, under the options of :func:`set_defaults`.
 
     ``residual``, a tensor like the result, is added to it, and ``activation`` is applied last: ``relu``, ``relu6``,
     ``leaky_relu:SLOPE``, ``clamp:MIN:MAX``, ``gelu`` (by the error function), ``gelu_tanh``, ``silu``, ``hardswish``,
@@ -268,15 +279,18 @@ def _finishing(dims: int) -> Callable[..., torch.Tensor]:
     torch's.
 
     Raises what torch raises for its arguments, ``ValueError`` for another activation, and ``NoPlanError`` when no
-    solver keeps a memory limit. For example ``conv2d(torch.ones(1, 3, 8, 8), torch.ones(4, 3, 3, 3),
-    activation="relu").shape`` is (1, 4, 6, 6).
+    solver keeps a memory limit.
+
+    >>> x, w = torch.ones(1, 3{", 8" * dims}), torch.ones(4, 3{", 3" * dims})
+    >>> tilewise.conv{dims}d(x, w, activation="relu").shape
+    torch.Size([1, 4{", 6" * dims}])
     """
     return conv
 
 
 conv1d, conv2d, conv3d = (_finishing(dims) for dims in (1, 2, 3))
 conv_transpose1d, conv_transpose2d, conv_transpose3d = (
-    _documented(transposed_convolution(dims, _on_sight(dims, True))) for dims in (1, 2, 3)
+    _documented(dims, transposed_convolution(dims, _on_sight(dims, True))) for dims in (1, 2, 3)
 )
 
 
@@ -299,8 +313,10 @@ def linear(
     too, where the compiler fuses it with what follows.
 
     Raises what torch raises for its arguments, ``ValueError`` for another activation, and ``NoPlanError`` when no
-    solver keeps a memory limit. For example ``linear(torch.ones(2, 3), torch.ones(4, 3), activation="relu").shape`` is
-    (2, 4).
+    solver keeps a memory limit.
+
+    >>> tilewise.linear(torch.ones(2, 3), torch.ones(4, 3), activation="relu").shape
+    torch.Size([2, 4])
     """
     if activation != "none":
         return _activated_linear(input, weight, bias, activation)

@@ -38,6 +38,10 @@ class LargestBatch:
 
     ``step`` has the limit, the peak and the memory at each kernel (``step`` in ``docs/json.md``). ``step_ms`` is the
     median time of a step in milliseconds.
+
+    >>> found = tilewise.nn.LargestBatch(batch=64, step={"peak": 2**30}, step_ms=128.0)
+    >>> found.image_ms
+    2.0
     """
 
     batch: int
@@ -79,6 +83,13 @@ def largest_batch(
 
     Raises ``NoPlanError`` where not even a batch of one fits, ``ValueError`` for a limit that is none, and what
     ``optimize`` and the model raise.
+
+    On a GPU:
+
+    >>> def images(batch):
+    ...     return torch.randn(batch, 3, 224, 224, device="cuda")
+    >>> found = tilewise.largest_batch(model, images, "16GiB")  # doctest: +SKIP
+    >>> found.batch, found.step["peak"], found.image_ms  # doctest: +SKIP
     """
     check_model(model)
     check_function("memory_step", memory_step, "model, inputs")

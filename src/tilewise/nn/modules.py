@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilewise.nn.example_errors import explained
 from tilewise.nn.layers.kinds import ModuleKind, is_planned, kind_of, offer_plans, run_by_plans
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.swaps import own_attributes, swap_back
@@ -82,11 +83,16 @@ class PlannedModules:
         """Whether all plans were taken back: then no module has a way of its own either."""
 
     def record(self, examples: Sequence[object]) -> None:
-        """Run the model on each example and record the calls of its candidates. Raises what the model raises."""
-        recorded = [
-            record(self.model, self.candidates, example, self._layers, training=self.training, left=self._left)
-            for example in examples
-        ]
+        """Run the model on each example and record the calls of its candidates.
+
+        Raises what the model raises, with a note of what it was given, as :func:`explained` does.
+        """
+        recorded = []
+        for number, example in enumerate(examples):
+            with explained(self.model, examples, number):
+                recorded.append(
+                    record(self.model, self.candidates, example, self._layers, training=self.training, left=self._left)
+                )
         self.calls = list(dict.fromkeys(call for calls in recorded for call in calls))
         self.plan_table.uses = {problem: len(names) for problem, names in self.names().items()}
 

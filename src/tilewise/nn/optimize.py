@@ -61,9 +61,16 @@ from tilewise.settings import ModelOptions, Settings
 __all__ = ["optimize", "restore", "unwrapped"]
 
 Model = TypeVar("Model", bound=nn.Module)
+EXAMPLE = """\
+>>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+>>> images = torch.randn(2, 3, 16, 16)
+>>> model = tilewise.optimize(model, images, workspace="64MiB", rigor="estimate")
+>>> model(images).shape
+torch.Size([2, 8, 14, 14])
+"""
 
 
-@takes(ModelOptions)
+@takes(ModelOptions, EXAMPLE)
 @without_turns
 def optimize(
     model: Model,
@@ -194,6 +201,10 @@ def restore(model: Model) -> Model:
     """Give every module of ``model`` torch's own computation back and return the model.
 
     Raises ``ValueError`` for anything but a module.
+
+    >>> model = tilewise.optimize(torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16), rigor="estimate")
+    >>> tilewise.restore(model) is model
+    True
     """
     ungraphed(model)
     unwrapped_model = unwrapped(model)

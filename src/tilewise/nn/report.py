@@ -49,6 +49,11 @@ class PassReport:
     torch's choice takes on the device, in milliseconds, measured beside the plan, and ``torch_host_ms`` what the host
     needs to launch it; each where it is known. ``replaced`` says whether the plan runs in the module. ``note`` says why
     a schedule's plan was not taken; it is empty where it was taken or there was no schedule.
+
+    >>> model = tilewise.optimize(torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16), rigor="estimate")
+    >>> forward = tilewise.nn.report(model).layers[0].calls[0].passes[0]
+    >>> forward.role.value, forward.problem.flops
+    ('forward', 169344)
     """
 
     role: str
@@ -78,7 +83,12 @@ class PassReport:
 
 @dataclass(frozen=True)
 class CallReport:
-    """One call of a layer in the examples. ``shape`` is that of the input as planned, with batch axis and padding."""
+    """One call of a layer in the examples. ``shape`` is that of the input as planned, with batch axis and padding.
+
+    >>> model = tilewise.optimize(torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16), rigor="estimate")
+    >>> tilewise.nn.report(model).layers[0].calls[0].shape
+    (2, 3, 16, 16)
+    """
 
     shape: tuple[int, ...]
     passes: tuple[PassReport, ...]
@@ -89,6 +99,11 @@ class LayerReport:
     """What was planned for one module, call by call.
 
     ``reason`` says why nothing was planned for it or why it no longer runs by plan; else it is empty.
+
+    >>> model = tilewise.optimize(torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16), rigor="estimate")
+    >>> layer = tilewise.nn.report(model).layers[0]
+    >>> layer.kind, len(layer.calls), layer.reason
+    ('Conv2d', 1, '')
     """
 
     name: str
@@ -109,7 +124,12 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class RegionLine:
-    """A fused layer or an operator of a region: what runs it, the layout that it gives, and its milliseconds."""
+    """A fused layer or an operator of a region: what runs it, the layout that it gives, and its milliseconds.
+
+    >>> line = tilewise.nn.RegionLine("conv1", "winograd_last", "channels_last", 0.25)
+    >>> f"{line.name} runs by {line.runs} in {line.ms} ms"
+    'conv1 runs by winograd_last in 0.25 ms'
+    """
 
     name: str
     runs: str
@@ -128,6 +148,11 @@ class RegionReport:
     layouts, and ``bytes`` is what the region keeps: its constants, and memory for intermediate tensors.
     ``why_not_native`` says why its steps are called from Python, and is empty where they are not. ``lines`` has its
     parts in the order in which they run.
+
+    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval()
+    >>> model = tilewise.optimize(model, torch.randn(1, 3, 16, 16), training=False, rigor="estimate")
+    >>> [type(region).__name__ for region in tilewise.nn.report(model).regions]
+    ['RegionReport']
     """
 
     name: str
@@ -173,6 +198,11 @@ class Report:
     ``facts`` holds further results by name, such as the division of a budget (``docs/json.md``). ``step`` has the times
     of the whole step by torch and by plans. ``regions`` tells, for inference, which parts of the model run as regions.
     ``source`` is the step that :meth:`trace` runs.
+
+    >>> model = tilewise.optimize(torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16), rigor="estimate")
+    >>> found = tilewise.nn.report(model)
+    >>> [pass_report.role.value for layer, call, pass_report in found.passes()]
+    ['forward', 'grad_weight']
     """
 
     layers: tuple[LayerReport, ...]
@@ -351,6 +381,11 @@ def report(model: nn.Module) -> Report:
 
     Raises ``ValueError`` for what is no module, and for a model that was not optimized, was restored since, or is a
     copy of an optimized one.
+
+    >>> model = tilewise.optimize(torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16), rigor="estimate")
+    >>> found = tilewise.nn.report(model)
+    >>> [layer.kind for layer in found.layers], found.pending
+    (['Conv2d'], 0)
     """
     check_model(model)
     last_report, unwrapped_model = kept(model)[0], unwrapped(model)

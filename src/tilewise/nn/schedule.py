@@ -34,6 +34,11 @@ def schedule(model: nn.Module, *, fronts: bool = False, candidates: bool = False
     that need less workspace than every faster one, and measures those that were not measured before.
 
     Raises ``ValueError`` for a model that was not optimized or whose layers are on several devices.
+
+    >>> model = tilewise.optimize(torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16), rigor="estimate")
+    >>> found = tilewise.schedule(model)
+    >>> len(found.layers), found.batch, found.device
+    (1, 2, 'cpu')
     """
     last_report, plan_table, deterministic = kept(model)
     layers = [made for layer in last_report.layers for made in _results(layer)]

@@ -1,4 +1,10 @@
-"""Finds plans: estimates, measures, keeps the time/workspace Pareto front; schedules of whole networks."""
+"""Finds plans: estimates, measures, keeps the time/workspace Pareto front; schedules of whole networks.
+
+>>> from tilewise.planner import Planner, Progress
+>>> def progress(done: int, total: int, text: str) -> None:
+...     print(done, "of", total, text)
+>>> planner = Planner(progress=progress)
+"""
 
 from tilewise.planner.options import NoPlanError, Options
 from tilewise.planner.planner import Planner, Progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,14 @@ EXCLUDED = "left out by exclude"
 
 
 class NoPlanError(RuntimeError):
-    """No solver keeps the constraints; the message lists every solver's reasons."""
+    """No solver keeps the constraints; the message lists every solver's reasons.
+
+    >>> try:
+    ...     tilewise.Planner().plan(tilewise.GemmProblem(7, 5, 3), tilewise.Options(rigor="wisdom_only"))
+    ... except tilewise.NoPlanError as error:
+    ...     print(str(error)[:13])
+    no wisdom for
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,10 @@ class Options:
     same time. Whether this machine has them is looked at when something is planned.
 
     Raises ``ValueError`` naming the argument, the value and what would do.
+
+    >>> options = tilewise.Options(workspace=64 * 2**20, rigor="estimate", exclude=("winograd",))
+    >>> options.workspace, options.exclude
+    (67108864, ('winograd',))
     """
 
     workspace: int | None = None
@@ -124,7 +136,9 @@ def _solver_names(given: object, argument: str) -> tuple[str, ...]:
     known = [solver.name for solver in solvers.all_solvers()]
     for name in names:
         if not isinstance(name, str) or name not in known:
-            raise ValueError(f"{argument}: {name!r:.80} is no solver; there are {', '.join(known)}")
+            close = difflib.get_close_matches(str(name), known, n=1)
+            meant = f"{close[0]!r} would do; " if close else ""
+            raise ValueError(f"{argument}: {name!r:.80} is no solver; {meant}there are {', '.join(known)}")
     return tuple(sorted(set(names)))
 
 

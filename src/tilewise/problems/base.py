@@ -52,7 +52,12 @@ ALIGNMENT = 16
 
 
 class Write(enum.Enum):
-    """How a part's result becomes part of the whole: set, added, or added where parts overlap."""
+    """How a part's result becomes part of the whole: set, added, or added where parts overlap.
+
+    >>> from tilewise.problem import Write
+    >>> [write.name for write in Write]
+    ['SET', 'ADD', 'OVERLAP_ADD']
+    """
 
     SET = "set"
     ADD = "add"
@@ -61,7 +66,12 @@ class Write(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Elements ``[start, start + length)`` of tensor dimension ``dim``."""
+    """Elements ``[start, start + length)`` of tensor dimension ``dim``.
+
+    >>> from tilewise.problem import Range
+    >>> Range(dim=0, start=12, length=4)
+    Range(dim=0, start=12, length=4)
+    """
 
     dim: int
     start: int
@@ -77,6 +87,10 @@ class Part(Generic[Kind]):
 
     ``problem`` is ``None`` for a part that meets no data: its share of the result is zero. ``uses`` holds, by role, the
     ranges of each tensor that the part works on; of a tensor that is not in it the part works on all.
+
+    >>> first, second = tilewise.GemmProblem(16, 32, 8).split("rows", (12, 4))
+    >>> second.problem.m, second.ranges("c")
+    (4, (Range(dim=0, start=12, length=4),))
     """
 
     problem: Kind | None
@@ -129,6 +143,11 @@ class Problem(abc.ABC):
       independent items, such as images.
 
     What a kind need not say has a default here.
+
+    >>> from tilewise.problem import Problem
+    >>> problem = tilewise.GemmProblem(16, 32, 8)
+    >>> isinstance(problem, Problem), problem.operands, problem.results
+    (True, ('a', 'b'), ('c',))
     """
 
     __slots__ = ()
@@ -329,7 +348,13 @@ def dense_strides(shape: Sequence[int], layout: str) -> tuple[int, ...]:
 
 
 def layout_of(shape: Sequence[int], strides: Sequence[int]) -> str:
-    """Layout class of a tensor: ``contiguous`` where both dense orders fit, ``view`` where neither does."""
+    """Layout class of a tensor: ``contiguous`` where both dense orders fit, ``view`` where neither does.
+
+    >>> from tilewise.problem import layout_of
+    >>> images = torch.zeros(1, 3, 8, 8).to(memory_format=torch.channels_last)
+    >>> layout_of(images.shape, images.stride())
+    'channels_last'
+    """
     for layout in ("contiguous", "channels_last"):
         dense = dense_strides(shape, layout)
         if all(n == 1 or got == want for n, got, want in zip(shape, strides, dense, strict=True)):

@@ -40,8 +40,10 @@ def batch_for(lengths: Lengths, memory: int | str, percentile: float = 95.0, *, 
     left out. The percentile is one of the lengths: the shortest that 95 % of the sequences do not exceed.
 
     Returns a number from 1 to the number of sequences. Raises ``ValueError`` naming the argument and what would do,
-    also where one sequence of that length is over ``memory``. For example with 1 KiB a step
-    ``batch_for([100, 200, 300, 400], "1MiB", 50, step=1024)`` is 4 (of 5 sequences of 200 steps that fit).
+    also where one sequence of that length is over ``memory``.
+
+    >>> batch_for([100, 200, 300, 400], "1MiB", 50, step=1024)  # of 5 sequences of 200 steps that fit
+    4
     """
     sizes = _checked(lengths)
     if isinstance(percentile, bool) or not isinstance(percentile, (int, float)) or not 0 < percentile <= 100:
@@ -79,8 +81,10 @@ def batches(
     sequences are together is random, too: drawn anew in each pass over the result, and the same for the same seed.
 
     Raises ``ValueError`` naming the argument and what would do: as :func:`batch_for`, and for a sequence that alone is
-    over ``memory``, by its index. For example ``list(batches([5, 1, 5, 2], 10, step=1, batch=3))`` is
-    ``[[1, 3], [0, 2]]``: three sequences would take 15 bytes.
+    over ``memory``, by its index.
+
+    >>> list(batches([5, 1, 5, 2], 10, step=1, batch=3))  # three sequences of 5 steps would take 15 bytes
+    [[1, 3], [0, 2]]
     """
     sizes, limit = _checked(lengths), _Limit(memory, step)
     longest = int(sizes.argmax())
@@ -103,6 +107,10 @@ class Batches(Sampler[list[int]]):
     """Mini-batches of the sequences of a data set, as lists of indices: what :func:`batches` returns.
 
     ``len()`` is the number of mini-batches, the same in every pass. ``batch`` is how many sequences one has at most.
+
+    >>> found = batches([5, 1, 5, 2], 10, step=1, batch=3)
+    >>> len(found), found.batch
+    (2, 3)
     """
 
     def __init__(self, lengths: torch.Tensor, limit: _Limit, batch: int, generator: torch.Generator | None) -> None:

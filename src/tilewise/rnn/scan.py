@@ -76,15 +76,15 @@ def scan(
     Raises ``ValueError`` for tensors that do not fit, also for states that the cell returns, and for a ``noise`` or
     ``seed`` out of range.
 
-    Example, an LSTM whose forget gate looks at c (Gers and Schmidhuber 2000)::
+    Example, an LSTM of 2 units whose forget gate looks at c (Gers and Schmidhuber 2000):
 
-        def peephole(x, h, state, looks):
-            i, f, g, o = (x + h).chunk(4, -1)
-            h, c = state
-            c = torch.sigmoid(f + looks * c) * c + torch.sigmoid(i) * torch.tanh(g)
-            return torch.sigmoid(o) * torch.tanh(c), c
-
-        y, (h, c) = tilewise.rnn.scan(peephole, linear(inputs), (h0, c0), u, looks)
+    >>> def peephole(x, h, state, looks):
+    ...     i, f, g, o = (x + h).chunk(4, -1)
+    ...     c = torch.sigmoid(f + looks * state[1]) * state[1] + torch.sigmoid(i) * torch.tanh(g)
+    ...     return torch.sigmoid(o) * torch.tanh(c), c
+    >>> x, u, looks, zero = torch.randn(5, 3, 8), torch.randn(8, 2), torch.randn(2), torch.zeros(3, 2)
+    >>> scan(peephole, x, (zero, zero), u, looks, compiled=False)[0].shape
+    torch.Size([5, 3, 2])
     """
     states = state if isinstance(state, tuple) else (state,)
     _check(x, states, u, parameters, resets)

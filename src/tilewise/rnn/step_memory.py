@@ -34,8 +34,9 @@ def step_bytes(layer: RecurrentProblem | nn.RNN | nn.GRU | nn.LSTM) -> int:
     numbers a hidden unit on a CPU.
 
     Raises ``ValueError`` for another ``layer``, and ``RuntimeError`` where its device cannot tell or is out of memory.
-    For example ``step_bytes(nn.GRU(64, 256))`` is what one step of one sequence takes of the memory that
-    :func:`batches` divides.
+
+    >>> step_bytes(torch.nn.GRU(16, 32)) > 32 * 4
+    True
     """
     if not isinstance(layer, (RecurrentProblem, nn.RNNBase)):
         raise ValueError(f"layer={layer!r:.80}: an nn.RNN, nn.GRU or nn.LSTM, or a RecurrentProblem, would do")

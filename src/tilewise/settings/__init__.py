@@ -4,6 +4,15 @@
 planner's own :class:`~tilewise.planner.Options` can be made alone and check themselves, with the same messages.) The
 ``TypedDict`` classes below say which function takes which of them by keyword. This module imports no
 torch, so that the command line can print its help at once.
+
+>>> from typing import get_args
+>>> from tilewise.settings import OPTIONS, BatchSizes, Branches, Goal, Graphs, Policy, Rigor, Unplanned
+>>> [get_args(words) for words in (Rigor, BatchSizes, Policy)]
+[('estimate', 'measure', 'patient', 'wisdom_only'), ('undivided', 'powers_of_two', 'all'), ('arena', 'paper_wd')]
+>>> [get_args(words) for words in (Unplanned, Branches, Goal, Graphs)]
+[('plan', 'torch'), ('sequence', 'measured'), ('step', 'passes'), ('never', 'auto')]
+>>> OPTIONS["rigor"].default
+'measure'
 """
 
 from __future__ import annotations
@@ -66,6 +75,11 @@ class Option:
     """One option. ``help`` is a short sentence for the command line; ``more`` is what documentation says beside it.
 
     ``variable`` is the environment variable that is asked where the option is not given, empty where there is none.
+
+    >>> from tilewise.settings import OPTIONS
+    >>> option = OPTIONS["batch_sizes"]
+    >>> option.flag, option.default, option.choices
+    ('--batch-sizes', 'powers_of_two', ('undivided', 'powers_of_two', 'all'))
     """
 
     name: str
@@ -108,6 +122,11 @@ class Settings:
     {options}
 
     Raises ``ValueError`` naming the option at fault, its value and what would do.
+
+    >>> from dataclasses import replace
+    >>> asked = tilewise.Settings(workspace="64MiB", rigor="estimate")
+    >>> replace(asked, training=False).options().workspace
+    67108864
     """
 
     workspace: int | str | None = field(
@@ -347,7 +366,13 @@ OPTIONS: dict[str, Option] = {
 
 
 class PlanOptions(TypedDict, total=False):
-    """What the planner keeps for each problem; every function that plans takes these."""
+    """What the planner keeps for each problem; every function that plans takes these.
+
+    >>> from tilewise.settings import PlanOptions
+    >>> options: PlanOptions = {"workspace": "64MiB", "rigor": "estimate"}
+    >>> tilewise.nn.set_defaults(**options)
+    >>> tilewise.nn.set_defaults()
+    """
 
     workspace: int | str | None
     batch_sizes: BatchSizes
@@ -361,33 +386,61 @@ class PlanOptions(TypedDict, total=False):
 
 
 class BackgroundOptions(TypedDict, total=False):
-    """Options of planning in the background."""
+    """Options of planning in the background.
+
+    >>> from tilewise.settings import BackgroundOptions
+    >>> options: BackgroundOptions = {"wait": False, "background_share": 0.05}
+    >>> session = tilewise.enabled(**options)
+    """
 
     wait: bool | None
     background_share: float
 
 
 class EnableOptions(PlanOptions, BackgroundOptions, total=False):
-    """Options of :func:`tilewise.enabled` and :func:`tilewise.enable`."""
+    """Options of :func:`tilewise.enabled` and :func:`tilewise.enable`.
+
+    >>> from tilewise.settings import EnableOptions
+    >>> options: EnableOptions = {"most_plans": 64, "goal": "passes"}
+    >>> session = tilewise.enabled(**options)
+    """
 
     most_plans: int
     goal: Goal
 
 
 class DefaultOptions(PlanOptions, total=False):
-    """Options of :func:`tilewise.nn.set_defaults`."""
+    """Options of :func:`tilewise.nn.set_defaults`.
+
+    >>> from tilewise.settings import DefaultOptions
+    >>> options: DefaultOptions = {"unplanned": "torch"}
+    >>> tilewise.nn.set_defaults(**options)
+    >>> tilewise.nn.set_defaults()
+    """
 
     unplanned: Unplanned
 
 
 class StepOptions(PlanOptions, total=False):
-    """Options of :func:`tilewise.distributed.optimize`."""
+    """Options of :func:`tilewise.distributed.optimize`.
+
+    >>> from tilewise.settings import StepOptions
+    >>> options: StepOptions = {"training": False, "deterministic": True}
+    >>> tilewise.Settings(**options).training
+    False
+    """
 
     training: bool
 
 
 class LargestBatchOptions(DefaultOptions, StepOptions, total=False):
-    """Options of :func:`tilewise.largest_batch`, whose limit of memory is an argument of its own."""
+    """Options of :func:`tilewise.largest_batch`, whose limit of memory is an argument of its own.
+
+    >>> from tilewise.settings import LargestBatchOptions
+    >>> options: LargestBatchOptions = {"training": False, "frozen": True}
+    >>> tilewise.Settings(**options).frozen
+    True
+    """
 
     total_workspace: int | str | None
     policy: Policy
@@ -396,7 +449,13 @@ class LargestBatchOptions(DefaultOptions, StepOptions, total=False):
 
 
 class ModelOptions(LargestBatchOptions, BackgroundOptions, total=False):
-    """Options of :func:`tilewise.optimize`."""
+    """Options of :func:`tilewise.optimize`.
+
+    >>> from tilewise.settings import ModelOptions
+    >>> options: ModelOptions = {"memory_limit": "16GiB", "graphs": "auto"}
+    >>> tilewise.Settings(**options).memory_limit
+    '16GiB'
+    """
 
     memory_limit: int | str | None
     goal: Goal
@@ -405,12 +464,23 @@ class ModelOptions(LargestBatchOptions, BackgroundOptions, total=False):
 
 
 def described(names: Iterable[str]) -> str:
-    """The options ``names`` with all that is said of them, as a list in a docstring."""
+    """The options ``names`` with all that is said of them, as a list in a docstring.
+
+    >>> from tilewise.settings import described
+    >>> print(described(["rigor"]))
+    - ``rigor``: Effort spent on finding plans. ``"estimate"`` measures nothing, ``"measure"`` what may win,
+          ``"patient"`` everything; ``"wisdom_only"`` takes what is known already.
+    """
     return listed({name: f"{OPTIONS[name].help} {OPTIONS[name].more}" for name in names})
 
 
 def listed(texts: Mapping[str, str]) -> str:
-    """What each name is, as a list in a docstring."""
+    """What each name is, as a list in a docstring.
+
+    >>> from tilewise.settings import listed
+    >>> print(listed({"size": "in bytes."}))
+    - ``size``: in bytes.
+    """
     entries = [
         textwrap.fill(f"- ``{name}``: {text}".strip(), 116, subsequent_indent="  ", break_on_hyphens=False)
         for name, text in texts.items()

@@ -1,6 +1,10 @@
 """The solvers of this package: one file per algorithm or split, in the folder of its family.
 
 There is no list to edit: :func:`all_solvers` imports every module of these folders and finds the solvers in them.
+
+>>> from tilewise.solvers import Prepare, Run, get
+>>> get("winograd").name
+'winograd'
 """
 
 from __future__ import annotations
@@ -38,13 +42,24 @@ SHARED = ("base", "common", "conv")
 
 
 class SolverWarning(UserWarning):
-    """A file of solvers could not be imported: plans are made without its solvers."""
+    """A file of solvers could not be imported: plans are made without its solvers.
+
+    >>> import warnings
+    >>> from tilewise import solvers
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("error", solvers.SolverWarning)  # a file without its package ends the program
+    ...     _ = solvers.all_solvers()
+    """
 
 
 def solver_modules() -> Iterator[str]:
     """Names of all modules that may hold solvers: those in folders of families, at any depth, and files beside them.
 
     Raises ``ImportError`` for a folder without ``__init__.py``: its solvers would be left out silently.
+
+    >>> from tilewise import solvers
+    >>> "tilewise.solvers.winograd.winograd" in solvers.solver_modules()
+    True
     """
     for module in _modules(__path__, __name__):
         if module.removeprefix(f"{__name__}.").split(".")[0] not in SHARED:
@@ -76,6 +91,10 @@ def all_solvers() -> tuple[Solver, ...]:
 
     A file that cannot be imported is left out with a :class:`SolverWarning`. Raises ``TypeError`` where two solvers
     have the same name, and ``ImportError`` as :func:`solver_modules`.
+
+    >>> from tilewise import solvers
+    >>> "winograd" in [solver.name for solver in solvers.all_solvers()]
+    True
     """
     by_name: dict[str, Solver] = {}
     for name in solver_modules():
@@ -100,7 +119,12 @@ def _solvers_of(module_name: str) -> list[Solver]:
 
 
 def get(name: str) -> Solver:
-    """The solver called ``name``, such as ``"winograd"``. Raises ``KeyError`` with the known names."""
+    """The solver called ``name``, such as ``"winograd"``. Raises ``KeyError`` with the known names.
+
+    >>> from tilewise import solvers
+    >>> solvers.get("winograd").version >= 1
+    True
+    """
     for solver in all_solvers():
         if solver.name == name:
             return solver
@@ -108,13 +132,23 @@ def get(name: str) -> Solver:
 
 
 def solving(problem: Problem | type[Problem]) -> Iterator[Solver]:
-    """The solvers of problems of this kind, by name."""
+    """The solvers of problems of this kind, by name.
+
+    >>> from tilewise import solvers
+    >>> "micro_batch" in [solver.name for solver in solvers.solving(tilewise.ConvProblem)]
+    True
+    """
     kind = problem if isinstance(problem, type) else type(problem)
     return (solver for solver in all_solvers() if issubclass(kind, solver.solves))
 
 
 def baseline(problem: Problem | type[Problem]) -> Solver:
-    """The framework's own choice for problems of this kind. Raises ``LookupError`` where the kind has none."""
+    """The framework's own choice for problems of this kind. Raises ``LookupError`` where the kind has none.
+
+    >>> from tilewise import solvers
+    >>> solvers.baseline(tilewise.ConvProblem).name
+    'aten'
+    """
     kind = problem if isinstance(problem, type) else type(problem)
     return _baseline(kind, all_solvers())
 

@@ -52,11 +52,24 @@ synchronises or measures."""
 
 
 class SolverUnavailable(RuntimeError):
-    """A config cannot run on this machine. The planner keeps the message as the candidate's reason."""
+    """A config cannot run on this machine. The planner keeps the message as the candidate's reason.
+
+    >>> from tilewise.solvers import SolverUnavailable
+    >>> try:
+    ...     raise SolverUnavailable("cudnn: no CUDA device")
+    ... except SolverUnavailable as error:
+    ...     print(error)
+    cudnn: no CUDA device
+    """
 
 
 def mismatch(p: Problem, role: str, tensor: torch.Tensor) -> str:
-    """How ``tensor`` differs in shape or dtype from what ``p`` says of operand ``role``; empty where it does not."""
+    """How ``tensor`` differs in shape or dtype from what ``p`` says of operand ``role``; empty where it does not.
+
+    >>> from tilewise.solvers import mismatch
+    >>> mismatch(tilewise.GemmProblem(2, 4, 3), "a", torch.ones(2, 5))
+    'a has shape (2, 5), the problem (2, 3)'
+    """
     if tuple(tensor.shape) != p.shape(role):
         return f"{role} has shape {tuple(tensor.shape)}, the problem {p.shape(role)}"
     if tensor.dtype is not p.torch_dtype(role):
@@ -72,6 +85,12 @@ class Cost:
     traffic in ``bytes`` overlap, so the longer of the two counts. Traffic in ``apart`` does not overlap: other kernels
     move it before or after. ``serial_us`` are microseconds of steps within a kernel that wait for one another, whatever
     the device's rates.
+
+    >>> from tilewise import solvers
+    >>> problem = tilewise.GemmProblem(2, 4, 3)
+    >>> solver = solvers.baseline(problem)
+    >>> solver.cost(problem, next(iter(solver.configs(problem)))).flops
+    48
     """
 
     flops: int
@@ -87,6 +106,14 @@ class Solver(abc.ABC):
 
     ``name`` and ``version`` are keys in wisdom: raise the version when results or speed change. What a solver cannot do
     by itself (add into a result, write a view) the executor does through a temporary, which counts as workspace.
+
+    >>> from tilewise import solvers
+    >>> from tilewise.notation import parse_layer
+    >>> winograd = solvers.get("winograd")
+    >>> winograd.unsupported(parse_layer("mb1ic4ih8oc4kh3ph1"))
+    []
+    >>> len(winograd.unsupported(parse_layer("mb1ic4ih8oc4kh3sh2ph1")))  # reasons, for a stride along two axes
+    2
     """
 
     name: ClassVar[str]
@@ -301,6 +328,11 @@ class Split(Solver):
     """A solver that divides a problem into smaller ones and leaves each to the planner.
 
     It names the parts; the executor runs their plans. It binds nothing itself.
+
+    >>> from tilewise import solvers
+    >>> from tilewise.notation import parse_layer
+    >>> list(solvers.get("micro_batch").sizes(parse_layer("mb8ic4ih8oc4kh3ph1"), "powers_of_two"))
+    [4, 2, 1]
     """
 
     axis: ClassVar[str]

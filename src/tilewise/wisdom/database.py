@@ -42,7 +42,14 @@ if hasattr(os, "register_at_fork"):
 
 
 class WisdomWarning(UserWarning):
-    """A store, or a row of it, could not be used. The message names the file and what was done."""
+    """A store, or a row of it, could not be used. The message names the file and what was done.
+
+    >>> import warnings
+    >>> from tilewise.wisdom import WisdomWarning
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("error", WisdomWarning)  # a store that cannot be used ends the program
+    ...     wisdom = tilewise.Wisdom()
+    """
 
 
 class Unusable(Exception):

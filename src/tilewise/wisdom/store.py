@@ -30,6 +30,13 @@ class Summary:
     ``problems``, ``measurements`` (the ``lost`` ones included) and ``plans`` are numbers of rows; ``profiled`` says
     whether there is a device profile. ``newest`` is the time of the newest row in seconds since 1970. ``busy`` is how
     many measurements were made while other processes kept the host busy.
+
+    >>> import tempfile
+    >>> from tilewise.plan import Config, Measurement
+    >>> wisdom = Wisdom(tempfile.mkdtemp() + "/wisdom.sqlite3")
+    >>> wisdom.record("this machine", "a problem", [Measurement("fft", 1, Config(), time_ms=2.5)])
+    >>> [(found.environment, found.measurements) for found in wisdom.summary()]
+    [('this machine', 1)]
     """
 
     environment: str
@@ -47,6 +54,9 @@ class Kept(Generic[T]):
     """The value of a row, and whether it is this user's ``own``.
 
     A row is own when a process of this user measured or checked it on this machine and sealed it.
+
+    >>> Kept(value=2.5, own=True).own
+    True
     """
 
     value: T

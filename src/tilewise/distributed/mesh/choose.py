@@ -36,7 +36,12 @@ __all__ = ["MeshChoice", "MeshResult", "PlannerClock", "choose_mesh"]
 
 @dataclass(frozen=True, slots=True)
 class MeshResult:
-    """A mesh with its cost, or the ``reason`` why it cannot be used; with both where the step needs too much memory."""
+    """A mesh with its cost, or the ``reason`` why it cannot be used; with both where the step needs too much memory.
+
+    >>> from tilewise.distributed.mesh import MeshResult, MeshShape
+    >>> MeshResult(MeshShape(8, ()), None, "8 groups need 8 images").reason
+    '8 groups need 8 images'
+    """
 
     mesh: MeshShape
     cost: StepCost | None
@@ -49,6 +54,11 @@ class MeshChoice:
 
     ``single`` is the same step on one GPU, for comparison. ``batch`` is the number of images of all ranks.
     ``memory_limit`` is in bytes, ``None`` for no limit.
+
+    >>> image = torch.empty(1, 3, 64, 64, device="meta")
+    >>> choice = choose_mesh(torch.nn.Conv2d(3, 8, 3), image, gpus=2)
+    >>> choice.gpus, choice.best.mesh.gpus
+    (2, 2)
     """
 
     results: tuple[MeshResult, ...]
@@ -151,6 +161,10 @@ def choose_mesh(
 
     Raises ``ValueError`` naming the argument at fault, and what :func:`~tilewise.distributed.mesh.trace.trace_step`
     raises.
+
+    >>> image = torch.empty(1, 3, 64, 64, device="meta")
+    >>> choose_mesh(torch.nn.Conv2d(3, 8, 3), image, gpus=2).best.mesh.gpus
+    2
     """
     if type(gpus) is not int or gpus < 1:
         raise ValueError(f"gpus={gpus!r}: an integer of 1 or more would do")

@@ -49,7 +49,12 @@ BUCKET = 25 << 20
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """How fast a GPU communicates: ``bandwidth`` in bytes/s each way at once, ``latency`` in seconds a message."""
+    """How fast a GPU communicates: ``bandwidth`` in bytes/s each way at once, ``latency`` in seconds a message.
+
+    >>> from tilewise.distributed.mesh import LinkSpeed
+    >>> LinkSpeed(bandwidth=1e9, latency=0.0).ms(1e6)
+    1.0
+    """
 
     bandwidth: float
     latency: float
@@ -74,7 +79,12 @@ INFINIBAND = LinkSpeed(50e9, 10e-6)
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes of ``node`` GPUs each: ``inside`` is the link between GPUs of one node, ``across`` that between nodes."""
+    """Nodes of ``node`` GPUs each: ``inside`` is the link between GPUs of one node, ``across`` that between nodes.
+
+    >>> from tilewise.distributed.mesh import Cluster, LinkSpeed
+    >>> Cluster(inside=LinkSpeed(bandwidth=300e9, latency=10e-6), node=4).link(4).bandwidth
+    300000000000.0
+    """
 
     inside: LinkSpeed = NVLINK
     node: int = 8
@@ -91,7 +101,12 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """``data`` groups of ranks, and the parts along each spatial axis: ``MeshShape(2, (("h", 2), ("w", 1)))``."""
+    """``data`` groups of ranks, and the parts along each spatial axis: ``MeshShape(2, (("h", 2), ("w", 1)))``.
+
+    >>> from tilewise.distributed.mesh import MeshShape
+    >>> MeshShape(2, (("h", 2), ("w", 1))).gpus
+    4
+    """
 
     data: int
     space: tuple[tuple[str, int], ...]
@@ -149,7 +164,12 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MeshMemory:
-    """Bytes on the fullest GPU. ``activations`` counts all tensors of the step at its peak, ghost zones included."""
+    """Bytes on the fullest GPU. ``activations`` counts all tensors of the step at its peak, ghost zones included.
+
+    >>> from tilewise.distributed.mesh import MeshMemory
+    >>> MeshMemory(parameters=100, gradients=100, activations=500, workspace=50).total
+    750
+    """
 
     parameters: int
     gradients: int
@@ -169,6 +189,12 @@ class StepCost:
     Communication that runs while kernels compute adds nothing to the step. ``exchange_ms`` is the time that halos add
     all the same, ``reduce_ms`` that of the weights' gradients, and ``sum_ms`` that of sums and gathers. A GPU receives
     ``halo_bytes`` in ``messages`` exchanges. ``sources`` counts the kernels of convolutions by ``Timed.source``.
+
+    >>> from tilewise.distributed.mesh import choose_mesh
+    >>> image = torch.empty(1, 3, 64, 64, device="meta")
+    >>> cost = choose_mesh(torch.nn.Conv2d(3, 8, 3), image, gpus=2).best.cost
+    >>> cost.batch, cost.step_ms > 0
+    (1, True)
     """
 
     mesh: MeshShape

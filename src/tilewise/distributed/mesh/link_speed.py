@@ -54,6 +54,12 @@ def measure_link(group: dist.ProcessGroup | None = None, *, nbytes: int = LARGE,
     in a step: the time of one alone would be that of the waiting host. The result is the median of ``repeats`` on the
     slowest rank. With NCCL tensors lie on the current GPU, with other backends in the host's memory. Raises
     ``ValueError`` for a group of one rank and for ``nbytes`` of no more than 1 KiB.
+
+    In each of several ranks:
+
+    >>> from tilewise.distributed.mesh import measure_link
+    >>> link = measure_link()  # doctest: +SKIP
+    >>> link.bandwidth, link.latency  # doctest: +SKIP
     """
     ranks = dist.get_world_size(group)
     if ranks < 2:

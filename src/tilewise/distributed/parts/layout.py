@@ -46,6 +46,10 @@ class Grid:
 
     ``dims`` are the tensor's dimensions that are cut, counted from its end. ``shape`` is the number of ranks along
     each, and ``coords`` is the position of this rank in the grid.
+
+    >>> grid = Grid(dims=(-2,), shape=(4,), coords=(1,))  # rank 1 of 4 along the height
+    >>> grid.size, grid.index
+    (4, 1)
     """
 
     dims: tuple[int, ...]
@@ -79,6 +83,11 @@ class Layout:
     """How one tensor is cut: ``cuts`` has the cut points of each of the grid's dimensions.
 
     Raises ``ValueError`` where a dimension has not one cut point more than ranks, or they do not ascend from 0.
+
+    >>> from tilewise.distributed import Grid, Layout
+    >>> layout = Layout(Grid(dims=(-2,), shape=(2,), coords=(1,)), cuts=((0, 120, 224),))
+    >>> layout.own, layout.part((1, 3, 224, 224))
+    (((120, 224),), (1, 3, 104, 224))
     """
 
     grid: Grid

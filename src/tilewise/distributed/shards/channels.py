@@ -43,12 +43,13 @@ def sum_over(x: Held, group: Group) -> Held:
     ``group`` is a process group, or a mesh of one dimension such as ``mesh["c"]``. Its ranks hold the same part of the
     image, and have computed different terms of the same shape. Between :func:`sum_gradient_over` and this function each
     rank computes with its own slice of the channels ("f" and "g" of Shoeybi et al. 2019, "Megatron-LM", section 3).
-    With a mesh of ``("c", "h")`` and ``SpatialParallel(model, mesh, dims=("h",))``, in the model's forward::
+    With a mesh of ``("c", "h")`` and ``SpatialParallel(model, mesh, dims=("h",))``, in the model's forward in each of
+    several ranks:
 
-        x = sum_gradient_over(x, mesh["c"])           # the same on all ranks of "c"
-        x = F.relu(self.conv1(x))                     # this rank's slice of conv1's output channels, its bias too
-        x = sum_over(self.conv2(x), mesh["c"])        # this rank's slice of conv2's input channels, without bias
-        x = x + self.bias.view(-1, 1, 1)              # the same on all ranks of "c" again
+    >>> x = sum_gradient_over(x, mesh["c"])  # the same on all ranks of "c"  # doctest: +SKIP
+    >>> x = F.relu(self.conv1(x))  # this rank's slice of conv1's output channels, its bias too  # doctest: +SKIP
+    >>> x = sum_over(self.conv2(x), mesh["c"])  # its slice of conv2's input channels, without bias  # doctest: +SKIP
+    >>> x = x + self.bias.view(-1, 1, 1)  # the same on all ranks of "c" again  # doctest: +SKIP
 
     Between the two functions each rank has its own parameters and gradients. Outside, parameters and gradients are the
     same on all ranks of ``group``, and nothing more must be summed. All the ranks call this at the same point of the
@@ -65,6 +66,10 @@ def sum_gradient_over(x: Held, group: Group) -> Held:
 
     Call it before each rank of ``group`` computes with its own slice of the channels. :func:`sum_over` shows how, and
     what is raised.
+
+    In each of several ranks:
+
+    >>> x = tilewise.distributed.sum_gradient_over(x, mesh["c"])  # doctest: +SKIP
     """
     return _by(sum_gradient, x, "sum_gradient_over", group)
 

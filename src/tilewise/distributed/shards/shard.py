@@ -48,7 +48,15 @@ _spaces: weakref.WeakKeyDictionary[nn.Module, Space] = weakref.WeakKeyDictionary
 
 
 class UnknownLayer(NotImplementedError):
-    """A function cannot be computed by parts; the message names it and its layer, and says what would do."""
+    """A function cannot be computed by parts; the message names it and its layer, and says what would do.
+
+    In each of several ranks:
+
+    >>> try:  # doctest: +SKIP
+    ...     y = torch.fft.rfft2(shard)
+    ... except tilewise.distributed.UnknownLayer:
+    ...     y = torch.fft.rfft2(shard.gather())
+    """
 
 
 class Space:
@@ -101,6 +109,11 @@ class Shard(torch.Tensor):
 
     ``spatial`` says how it is cut, ``space`` among which ranks. :attr:`local` is the part as a plain tensor with the
     same memory and gradient. :meth:`tilewise.distributed.SpatialParallel.scatter` makes shards.
+
+    In each of several ranks:
+
+    >>> shard = parallel.scatter(x)  # doctest: +SKIP
+    >>> shard.local.shape, shard.gather().shape == x.shape  # doctest: +SKIP
     """
 
     spatial: Layout
@@ -184,6 +197,11 @@ def handles(*functions: Any) -> Callable[[Handler], Handler]:
     """Let the decorated function compute these functions of torch where an argument is a :class:`Shard`.
 
     It has the same signature. Raises ``ValueError`` for a function that has a handler already.
+
+    >>> from tilewise.distributed import handles
+    >>> @handles(torch.special.erfcx)
+    ... def erfcx(x):
+    ...     return x.like(torch.special.erfcx(x.local))
     """
 
     def register(handler: Handler) -> Handler:

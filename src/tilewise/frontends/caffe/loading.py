@@ -28,10 +28,12 @@ def load(
 
     Raises :class:`~tilewise.frontends.caffe.errors.CaffeError` for whatever is wrong with the files.
 
-    ::
-
-        net = load("deploy.prototxt", "net.caffemodel")
-        scores = net(images)["prob"]
+    >>> TEXT = '''
+    ... layer { name: "data" type: "Input" top: "data" input_param { shape { dim: [1, 3, 8, 8] } } }
+    ... layer { name: "score" type: "InnerProduct" bottom: "data" top: "score" inner_product_param { num_output: 4 } }
+    ... '''
+    >>> load(TEXT)(torch.zeros(2, 3, 8, 8))["score"].shape
+    torch.Size([2, 4])
     """
     from tilewise.frontends.caffe.files import filtered, read_net
 

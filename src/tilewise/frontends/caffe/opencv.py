@@ -22,6 +22,16 @@ class CaffeReader:
     """A network that takes and gives NumPy arrays, by the methods that OpenCV's ``Net`` has.
 
     :attr:`net` is the module. No gradients are kept.
+
+    >>> TEXT = '''
+    ... layer { name: "data" type: "Input" top: "data" input_param { shape { dim: [1, 3, 8, 8] } } }
+    ... layer { name: "score" type: "InnerProduct" bottom: "data" top: "score" inner_product_param { num_output: 4 } }
+    ... '''
+    >>> import numpy
+    >>> reader = read_net_from_caffe(TEXT)
+    >>> reader.setInput(numpy.zeros((2, 3, 8, 8), numpy.float32))
+    >>> reader.forward().shape
+    (2, 4)
     """
 
     def __init__(self, net: Net) -> None:
@@ -81,12 +91,13 @@ def read_net_from_caffe(
 ) -> CaffeReader:
     """What ``cv2.dnn.readNetFromCaffe`` reads, for programs that were written for it.
 
-    ::
-
-        net = read_net_from_caffe("deploy.prototxt", "net.caffemodel")
-        net.setInput(blob)  # (N, C, H, W)
-        scores = net.forward()
-
     Raises :class:`~tilewise.frontends.caffe.errors.CaffeError` for whatever is wrong with the files.
+
+    >>> TEXT = '''
+    ... layer { name: "data" type: "Input" top: "data" input_param { shape { dim: [1, 3, 8, 8] } } }
+    ... layer { name: "score" type: "InnerProduct" bottom: "data" top: "score" inner_product_param { num_output: 4 } }
+    ... '''
+    >>> read_net_from_caffe(TEXT).getLayerNames()
+    ('score',)
     """
     return CaffeReader(load(prototxt, caffemodel))

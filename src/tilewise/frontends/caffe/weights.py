@@ -25,6 +25,14 @@ class Learnable:
     """A parameter of a network with the factors of its learning rate and of its weight decay.
 
     ``name`` is that of the layer with the blob's place, as ``conv1[0]``, or the one that layers share it by.
+
+    >>> TEXT = '''
+    ... layer { name: "data" type: "Input" top: "data" input_param { shape { dim: [1, 3, 8, 8] } } }
+    ... layer { name: "score" type: "InnerProduct" bottom: "data" top: "score" inner_product_param { num_output: 4 } }
+    ... '''
+    >>> from tilewise.frontends.caffe import load
+    >>> [(learnable.name, learnable.lr_mult) for learnable in load(TEXT, phase="train").learnable]
+    [('score[0]', 1.0), ('score[1]', 1.0)]
     """
 
     name: str
@@ -40,6 +48,15 @@ class LoadReport:
     ``matched`` were found on both sides. ``unused`` are only in the file, as layers that training alone has.
     ``missing`` are only in the network, and keep what they had. A layer that shares all of its blobs with layers that
     were found is not among them.
+
+    >>> TEXT = '''
+    ... layer { name: "data" type: "Input" top: "data" input_param { shape { dim: [1, 3, 8, 8] } } }
+    ... layer { name: "score" type: "InnerProduct" bottom: "data" top: "score" inner_product_param { num_output: 4 } }
+    ... '''
+    >>> from tilewise.frontends.caffe import load
+    >>> net = load(TEXT)
+    >>> net.load_weights(net.weights()).matched
+    ('score',)
     """
 
     matched: tuple[str, ...]

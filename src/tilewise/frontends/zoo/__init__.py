@@ -1,6 +1,10 @@
 """Networks that come with tilewise: one file per family, weights drawn at random.
 
 Each builder takes no argument and returns a module whose ``input_shape`` is one input's shape, without the batch.
+
+>>> from tilewise.frontends.zoo import BUILDERS
+>>> sorted(BUILDERS)[:3]
+['alexnet', 'densenet40', 'googlenet']
 """
 
 from __future__ import annotations

@@ -51,5 +51,11 @@ class AlexNet(nn.Module):
 
 
 def build_alexnet() -> AlexNet:
-    """One-column AlexNet, (N, 3, 224, 224) to (N, 1000)."""
+    """One-column AlexNet, (N, 3, 224, 224) to (N, 1000).
+
+    >>> with torch.device("meta"):  # shapes without memory
+    ...     network = build_alexnet()
+    >>> network.input_shape
+    (3, 224, 224)
+    """
     return AlexNet()

@@ -85,5 +85,11 @@ class GoogLeNet(nn.Module):
 
 
 def build_googlenet() -> GoogLeNet:
-    """GoogLeNet without its auxiliary classifiers, (N, 3, 224, 224) to (N, 1000)."""
+    """GoogLeNet without its auxiliary classifiers, (N, 3, 224, 224) to (N, 1000).
+
+    >>> with torch.device("meta"):  # shapes without memory
+    ...     network = build_googlenet()
+    >>> network.input_shape
+    (3, 224, 224)
+    """
     return GoogLeNet()

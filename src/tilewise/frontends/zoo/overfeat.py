@@ -46,5 +46,11 @@ class OverFeatFast(nn.Module):
 
 
 def build_overfeat_fast() -> OverFeatFast:
-    """OverFeat's fast model, (N, 3, 231, 231) to (N, 1000)."""
+    """OverFeat's fast model, (N, 3, 231, 231) to (N, 1000).
+
+    >>> with torch.device("meta"):  # shapes without memory
+    ...     network = build_overfeat_fast()
+    >>> network.input_shape
+    (3, 231, 231)
+    """
     return OverFeatFast()

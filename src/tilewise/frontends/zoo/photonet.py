@@ -44,5 +44,11 @@ class PhotoNet(nn.Module):
 
 
 def build_photonet() -> PhotoNet:
-    """The demonstration classifier, (N, 3, 96, 96) to (N, 2)."""
+    """The demonstration classifier, (N, 3, 96, 96) to (N, 2).
+
+    >>> with torch.device("meta"):  # shapes without memory
+    ...     network = build_photonet()
+    >>> network.input_shape
+    (3, 96, 96)
+    """
     return PhotoNet()

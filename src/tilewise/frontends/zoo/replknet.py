@@ -72,5 +72,11 @@ class RepLKNetStage(nn.Module):
 
 
 def build_replknet31_stage() -> RepLKNetStage:
-    """The first stage of RepLKNet-31B, (N, 128, 56, 56) to the same shape."""
+    """The first stage of RepLKNet-31B, (N, 128, 56, 56) to the same shape.
+
+    >>> with torch.device("meta"):  # shapes without memory
+    ...     network = build_replknet31_stage()
+    >>> network.input_shape
+    (128, 56, 56)
+    """
     return RepLKNetStage()

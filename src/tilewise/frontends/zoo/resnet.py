@@ -98,10 +98,22 @@ class ResNet(nn.Module):
 
 
 def build_resnet18() -> ResNet:
-    """ResNet-18, (N, 3, 224, 224) to (N, 1000)."""
+    """ResNet-18, (N, 3, 224, 224) to (N, 1000).
+
+    >>> with torch.device("meta"):  # shapes without memory
+    ...     network = build_resnet18()
+    >>> network.input_shape
+    (3, 224, 224)
+    """
     return ResNet(Basic, (2, 2, 2, 2))
 
 
 def build_resnet50() -> ResNet:
-    """ResNet-50, (N, 3, 224, 224) to (N, 1000)."""
+    """ResNet-50, (N, 3, 224, 224) to (N, 1000).
+
+    >>> with torch.device("meta"):  # shapes without memory
+    ...     network = build_resnet50()
+    >>> network.input_shape
+    (3, 224, 224)
+    """
     return ResNet(Bottleneck, (3, 4, 6, 3))

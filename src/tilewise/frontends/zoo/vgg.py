@@ -46,5 +46,11 @@ class VGG(nn.Module):
 
 
 def build_vgg16() -> VGG:
-    """VGG-16 (configuration D), (N, 3, 224, 224) to (N, 1000)."""
+    """VGG-16 (configuration D), (N, 3, 224, 224) to (N, 1000).
+
+    >>> with torch.device("meta"):  # shapes without memory
+    ...     network = build_vgg16()
+    >>> network.input_shape
+    (3, 224, 224)
+    """
     return VGG()

@@ -5,6 +5,12 @@
 works (:mod:`.service`), in turns: it runs only while the program, between two steps, lends it the baton
 (:mod:`.baton`), for as long as it has an allowance (:mod:`.allowance`), with memory that training leaves free
 (:mod:`.room`), and never before a backward that is still to come (:mod:`.open_graphs`).
+
+>>> model, images = torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16)
+>>> model = tilewise.optimize(model, images, wait=False, rigor="estimate")
+>>> for _ in range(3):
+...     model(images).sum().backward()  # by torch, or by plans that were found between these steps
+>>> tilewise.wait(model)
 """
 
 from tilewise.nn.background.begin import wait

@@ -308,12 +308,21 @@ def tick() -> None:
 
     Planning in the background takes its turn here, if one is due. By itself it does so as a forward of a model begins
     that :func:`tilewise.optimize` was called on with ``wait=False``.
+
+    >>> model = torch.nn.Conv2d(3, 8, 3)  # compiled, say
+    >>> for _ in range(2):
+    ...     model(torch.randn(2, 3, 16, 16)).sum().backward()
+    ...     tilewise.background.tick()
     """
     _service.boundary()
 
 
 def held_off() -> contextlib.AbstractContextManager[None]:
-    """A context in which nothing is planned in the background: something is being captured, timed or compared."""
+    """A context in which nothing is planned in the background: something is being captured, timed or compared.
+
+    >>> with tilewise.background.held_off():
+    ...     y = torch.nn.Conv2d(3, 8, 3)(torch.randn(2, 3, 16, 16))  # timed, say
+    """
     return _service.held_off()
 
 

@@ -51,6 +51,10 @@ class BranchReport:
     bytes of its convolutions' plans that are needed at once. ``streams_peak`` and ``sequence_peak`` are the bytes that
     the allocator reserves for it at most; streams need more, since they share no memory. All are ``None`` where nothing
     was measured, for ``reason``.
+
+    >>> from tilewise.nn import BranchReport
+    >>> BranchReport("inception", "Inception", reason="its branches are on a CPU, which has no streams").on_streams
+    False
     """
 
     name: str
@@ -87,6 +91,10 @@ def groups(model: nn.Module) -> list[list[list[str]]]:
 
     Each region is a list of branches, and each branch a list of the names of its convolutions. Branches of one region
     may run at once. Kernels of one branch, and of different regions, never overlap.
+
+    >>> model = tilewise.optimize(torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16), rigor="estimate")
+    >>> tilewise.nn.groups(model)
+    []
     """
     programs = ((name, module, program_in(module)) for name, module in model.named_modules())
     return [region for name, module, program in programs if program for region in Found(name, module, program).groups]

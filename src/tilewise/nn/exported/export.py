@@ -39,6 +39,12 @@ class ExportReport:
 
     A program that is not faster than torch is written all the same, since it needs no Python code of the model:
     ``regions`` says so.
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/model.safetensors"
+    >>> report = tilewise.export(torch.nn.Linear(4, 2).eval(), torch.randn(3, 4), path)
+    >>> report.path.name, report.size > 0, len(report.regions)
+    ('model.safetensors', True, 1)
     """
 
     path: Path
@@ -77,10 +83,10 @@ def export(
     Raises ``ExportError`` (a ``ValueError``) where the model has no exact program as a whole, with the reason,
     ``ValueError`` naming the argument at fault, ``NoPlanError`` when no solver keeps the limits, and ``OSError``.
 
-    Example::
-
-        tilewise.export(model.eval(), torch.randn(1, 3, 224, 224), "model.safetensors")
-        scores = tilewise.load_exported("model.safetensors")(images)
+    >>> model, image = torch.nn.Conv2d(3, 8, 3).eval(), torch.randn(1, 3, 16, 16)
+    >>> report = tilewise.export(model, image, "model.safetensors", rigor="estimate")
+    >>> tilewise.load_exported("model.safetensors")(image).shape
+    torch.Size([1, 8, 14, 14])
     """
     check_model(model)
     target = _checked_path(path)

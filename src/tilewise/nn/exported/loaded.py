@@ -31,6 +31,13 @@ class Exported:
     Calls run without gradients, and several threads may call at once. A tensor that lies in another layout than the
     example did is copied first. Raises ``ValueError`` at a call with tensors of other shapes or types than the
     examples had, or other values of other arguments.
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/model.safetensors"
+    >>> report = tilewise.export(torch.nn.Linear(4, 2).eval(), torch.randn(3, 4), path)
+    >>> program = tilewise.load_exported(path)
+    >>> program(torch.randn(3, 4)).shape
+    torch.Size([3, 2])
     """
 
     def __init__(self, path: Path, document: Mapping[str, Any], programs: list[_Program]) -> None:
@@ -146,10 +153,10 @@ def load_exported(path: str | os.PathLike[str]) -> Exported:
     Raises ``ExportError`` (a ``ValueError``) for a file that holds no exported model or was damaged, and
     ``SolverUnavailable`` naming the step and the reason where a plan cannot run on this machine.
 
-    Example::
-
-        program = tilewise.load_exported("model.safetensors")
-        scores = program(images)
+    >>> image = torch.randn(1, 3, 16, 16)
+    >>> report = tilewise.export(torch.nn.Conv2d(3, 8, 3).eval(), image, "model.safetensors", rigor="estimate")
+    >>> tilewise.load_exported("model.safetensors")(image).shape
+    torch.Size([1, 8, 14, 14])
     """
     if not isinstance(path, str | os.PathLike) or "\0" in str(path):
         raise ValueError(f"path={path!r:.80}: the path of a file would do")

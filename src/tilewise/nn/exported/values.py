@@ -26,7 +26,14 @@ FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 class ExportError(ValueError):
-    """A model that cannot be exported, or a file that is no exported model; the message says why."""
+    """A model that cannot be exported, or a file that is no exported model; the message says why.
+
+    >>> try:
+    ...     tilewise.load_exported("no_such_model.safetensors")
+    ... except (tilewise.nn.ExportError, OSError) as error:
+    ...     print("cannot be loaded")
+    cannot be loaded
+    """
 
 
 def encoded(value: Any, where: str) -> Any:

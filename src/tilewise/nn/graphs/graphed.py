@@ -49,15 +49,14 @@ def graphed(model: Model, example_inputs: object) -> Model:
     hooks on its parts, a random number drawn on the host, or a result that waits for the GPU. The model then runs
     without graphs.
 
-    .. code-block:: python
+    On a GPU:
 
-        tilewise.optimize(model, images, cuda_graphs=True)
-        tilewise.graphed(model, images)
-        for images, labels in batches:
-            loss(model(images), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        print(tilewise.nn.graph_report(model))
+    >>> model = tilewise.graphed(tilewise.optimize(model, images, cuda_graphs=True), images)  # doctest: +SKIP
+    >>> for images, labels in batches:  # doctest: +SKIP
+    ...     loss(model(images), labels).backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> print(tilewise.nn.graph_report(model))  # doctest: +SKIP
     """
     check_model(model)
     examples = examples_of(example_inputs)
@@ -88,6 +87,10 @@ def ungraphed(model: Model) -> Model:
     """Give a captured model its own forward back, let go of its captures, and return it. Plans stay.
 
     Nothing happens to a model that is not captured. Raises ``ValueError`` for anything but a module.
+
+    >>> model = torch.nn.Conv2d(3, 8, 3)
+    >>> tilewise.nn.ungraphed(model) is model
+    True
     """
     check_model(model)
     graphs = graphs_of(model)
@@ -101,6 +104,11 @@ def graph_report(model: nn.Module) -> GraphReport:
     """What has become of the calls of a model since it was captured: how many were replayed, and why others were not.
 
     Raises ``ValueError`` for a model that is not captured, or is a copy of one that is.
+
+    On a GPU:
+
+    >>> model = tilewise.graphed(model, images)  # doctest: +SKIP
+    >>> tilewise.nn.graph_report(model).replayed  # doctest: +SKIP
     """
     check_model(model)
     graphs = graphs_of(model)

@@ -45,6 +45,10 @@ class GraphReport:
     ``captures`` names each capture by its arguments and mode. ``replayed`` counts the calls that were replayed, and
     ``without`` the others by reason. ``reason`` is that of the last call, empty where it was replayed or there was
     none. ``bytes`` is the memory that captures hold on the device.
+
+    >>> report = tilewise.nn.GraphReport(captures=(), replayed=3, without={"another shape": 1})
+    >>> report.replayed, sum(report.without.values())
+    (3, 1)
     """
 
     captures: tuple[str, ...]

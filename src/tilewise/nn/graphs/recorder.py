@@ -8,4 +8,12 @@ __all__ = ["CannotCapture", "Recorder", "recorder_of"]
 
 
 class CannotCapture(RuntimeError):
-    """A model that cannot be captured, or not with these arguments. The message says why."""
+    """A model that cannot be captured, or not with these arguments. The message says why.
+
+    On a GPU, where a model waits for a result in its forward:
+
+    >>> try:  # doctest: +SKIP
+    ...     tilewise.graphed(model, images)
+    ... except tilewise.nn.CannotCapture as error:
+    ...     print("runs without graphs:", error)
+    """

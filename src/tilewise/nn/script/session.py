@@ -46,6 +46,14 @@ class Session:
     """What was recorded and planned while enabled. It prints as a table and may be entered again as a context manager.
 
     See :func:`enabled` for the arguments. Raises ``ValueError`` naming the argument at fault.
+
+    >>> model, images = torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16)
+    >>> with tilewise.enabled(rigor="estimate") as session:
+    ...     for _ in range(3):
+    ...         _ = model(images)
+    >>> session.wait()
+    >>> session.report().pending
+    0
     """
 
     def __init__(self, settings: Settings, *, planner: Planner | None, progress: Progress | None) -> None:
@@ -208,6 +216,13 @@ def enabled(
 
     The session returned may be entered again and keeps its plans; ``session.report()`` tells what was done. In blocks
     within one another the innermost counts. Raises ``ValueError`` naming the argument or the variable at fault.
+
+    >>> model, images = torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16)
+    >>> with tilewise.enabled(rigor="estimate", wait=True) as session:
+    ...     for _ in range(2):
+    ...         _ = model(images)
+    >>> len(session.report().layers)
+    1
     """
     given = with_variables(options) if settings is None else options
     return Session(settings_of("enabled", EnableOptions, settings, given), planner=planner, progress=progress)
@@ -221,7 +236,17 @@ def enable(
     planner: Planner | None = None,
     **options: Unpack[EnableOptions],
 ) -> Session:
-    """:func:`enabled` from now on, until :func:`disable` or another :func:`enable`. Arguments are the same."""
+    """:func:`enabled` from now on, until :func:`disable` or another :func:`enable`. Arguments are the same.
+
+    >>> model, images = torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16)
+    >>> session = tilewise.enable(rigor="estimate")
+    >>> for _ in range(3):
+    ...     model(images).sum().backward()
+    >>> session.wait()
+    >>> tilewise.disable()
+    >>> [layer.kind for layer in session.report().layers]
+    ['conv2d']
+    """
     global _of_process
     session = enabled(settings=settings, progress=progress, planner=planner, **options)
     with _switching:
@@ -232,7 +257,11 @@ def enable(
 
 
 def disable() -> None:
-    """Undo :func:`enable`, if it was called; a block of :func:`enabled` goes on."""
+    """Undo :func:`enable`, if it was called; a block of :func:`enabled` goes on.
+
+    >>> session = tilewise.enable(rigor="estimate")
+    >>> tilewise.disable()
+    """
     global _of_process
     with _switching:
         if _of_process is not None:

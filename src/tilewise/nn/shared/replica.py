@@ -23,7 +23,15 @@ MOST_MIRRORS = 64
 
 
 class ReplicaError(RuntimeError):
-    """What a model raised for one part of a batch. The message names the device and the samples."""
+    """What a model raised for one part of a batch. The message names the device and the samples.
+
+    >>> model = tilewise.shared(torch.nn.Linear(4, 2), parts=2)
+    >>> try:
+    ...     model(torch.randn(6, 5))
+    ... except tilewise.nn.ReplicaError as error:
+    ...     print("a part of the batch failed")
+    a part of the batch failed
+    """
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,12 @@ class SharedReport:
     ``alone`` those that ran on the model itself, by reason, and ``rebuilt`` how often replicas were made anew because
     the model had changed. ``graphs`` tells for each device what became of CUDA graphs. ``rows`` are the outputs that
     each device has of the linear layers that are divided by outputs, and ``division`` tells why these and no others.
+
+    >>> model = tilewise.shared(torch.nn.Linear(4, 2), parts=2)
+    >>> y = model(torch.randn(6, 4))
+    >>> found = model.report()
+    >>> found.sizes, found.steps
+    ((3, 3), 1)
     """
 
     devices: tuple[str, ...]

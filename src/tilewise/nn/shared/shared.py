@@ -36,17 +36,15 @@ def shared(
     Returns a module that is called as ``model`` is, with tensors whose first axis has the samples, ``(N, ...)``. It
     cuts them by shares, runs a copy of the model on each device, and returns the whole batch's results on the device
     of the first tensor. Gradients of all parts are summed into the parameters of ``model``, which the module's
-    ``parameters()`` and ``state_dict()`` are, under the same names. So loss and optimizer stay as they are:
+    ``parameters()`` and ``state_dict()`` are, under the same names. So loss and optimizer stay as they are. Two copies
+    on a CPU, where two GPUs would be ``devices=("cuda:0", "cuda:1")``:
 
-    .. code-block:: python
-
-        model = tilewise.shared(model, devices=("cuda:0", "cuda:1"))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for images, labels in batches:
-            optimizer.zero_grad()
-            loss(model(images), labels).backward()
-            optimizer.step()
-        print(model.report())
+    >>> model = tilewise.shared(torch.nn.Linear(4, 2), parts=2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model(torch.randn(6, 4)).square().mean().backward()
+    >>> optimizer.step()
+    >>> model.report().sizes
+    (3, 3)
 
     - ``devices``: where copies run, such as ``("cuda:0", "cuda:1", "cpu")``. One may be named more than once.
     - ``parts``: instead of ``devices``, how many copies run at once on the device of the model. On a CPU each has its
@@ -86,6 +84,12 @@ class SharedModel(nn.Module):
 
     A copy by ``copy.deepcopy`` or a pickle has a copy of the model, and begins to measure anew. :meth:`report` tells
     how batches are shared.
+
+    >>> model = tilewise.shared(torch.nn.Linear(4, 2), parts=2)
+    >>> model(torch.randn(6, 4)).shape
+    torch.Size([6, 2])
+    >>> [name for name, _ in model.named_parameters()]
+    ['weight', 'bias']
     """
 
     def __init__(

@@ -46,6 +46,12 @@ class WorkersWarning(UserWarning):
     """A device could not be used, or a problem was planned on another device than it was begun on.
 
     The message says why.
+
+    >>> import warnings
+    >>> from tilewise.planner import WorkersWarning
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("error", WorkersWarning)  # every device must help
+    ...     planner = tilewise.Planner()
     """
 
 

@@ -41,7 +41,14 @@ T = TypeVar("T")
 
 
 class ScheduleError(ValueError):
-    """A document that is no schedule, or a schedule that cannot be used; the message names the field at fault."""
+    """A document that is no schedule, or a schedule that cannot be used; the message names the field at fault.
+
+    >>> try:
+    ...     tilewise.Schedule.from_json({"kind": "shopping list"})
+    ... except tilewise.ScheduleError as error:
+    ...     print("no schedule")
+    no schedule
+    """
 
 
 def read_file(path: Path) -> Any:

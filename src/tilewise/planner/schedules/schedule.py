@@ -29,6 +29,13 @@ class Schedule:
     order they first run, equal ones once. ``budget`` says how one budget was divided among the kernels, ``step_memory``
     what memory a training step takes, ``largest_batch`` which is the largest that keeps to it, all as
     ``docs/json.md`` describes them; ``None`` where nobody asked.
+
+    >>> model = tilewise.optimize(torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16), rigor="estimate")
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/schedule.json"
+    >>> tilewise.schedule(model).save(path)
+    >>> tilewise.Schedule.load(path).batch
+    2
     """
 
     target: str

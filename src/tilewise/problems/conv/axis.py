@@ -16,6 +16,10 @@ class Axis:
     """One spatial axis: ``size`` inputs, ``kernel`` taps; lengths are in elements.
 
     Raises ``ValueError`` naming the field when a size is not positive or no output is left.
+
+    >>> from tilewise.axis import Axis
+    >>> Axis(size=224, kernel=7, stride=2, before=3, after=3).out
+    112
     """
 
     size: int

@@ -42,12 +42,20 @@ WORDS = {"g": "groups", "mb": "mini-batch", "ic": "input channels", "oc": "outpu
 
 
 def looks_like_layer(text: str) -> bool:
-    """Whether ``text`` is meant as a layer (it starts with an entry), right or wrong, and not as a network's name."""
+    """Whether ``text`` is meant as a layer (it starts with an entry), right or wrong, and not as a network's name.
+
+    >>> looks_like_layer("mb8ic64ih56oc128kh3ph1"), looks_like_layer("alexnet")
+    (True, False)
+    """
     return FIRST.match(text.strip()) is not None
 
 
 def layer_name(text: str) -> str:
-    """What stands after ``n`` in a layer's text, without its quotes; empty when there is none."""
+    """What stands after ``n`` in a layer's text, without its quotes; empty when there is none.
+
+    >>> layer_name('mb8ic64ih56oc128kh3ph1n"conv1"')
+    'conv1'
+    """
     return _scan(text)[2]
 
 
@@ -68,6 +76,10 @@ def parse_layer(
     such as ``+bias`` are of the forward pass: problems of other passes are without them.
 
     Raises ``ValueError`` naming the entry at fault, its value and what would do.
+
+    >>> problem = parse_layer("mb8ic64ih56oc128kh3ph1")
+    >>> problem.batch, problem.shape("y")
+    (8, (8, 128, 56, 56))
     """
     values, words, _ = _scan(text)
     for name in ("ic", "oc"):
@@ -109,6 +121,9 @@ def format_layer(problem: ConvProblem, name: str = "") -> str:
     A residual and an activation are part of it; pass, types, layouts, bias and device are not. Raises ``ValueError``
     for padding that the notation has no text for: negative in front, or a trailing one that is not what the outputs
     need.
+
+    >>> format_layer(parse_layer("mb8ic64ih56iw56oc128oh56ow56kh3kw3ph1pw1"))
+    'mb8ic64ih56oc128oh56kh3ph1'
     """
     for axis_name, axis in zip(problem.space, problem.axes, strict=True):
         _check_writable(axis_name, axis)

@@ -13,7 +13,11 @@ SPACE = {1: ("w",), 2: ("h", "w"), 3: ("d", "h", "w")}
 
 
 class Pass(enum.Enum):
-    """Which of a layer's three computations (cuDNN's words; fbfft: fprop, bprop, accGrad)."""
+    """Which of a layer's three computations (cuDNN's words; fbfft: fprop, bprop, accGrad).
+
+    >>> [pass_.name for pass_ in tilewise.Pass]
+    ['FPROP', 'DGRAD', 'WGRAD']
+    """
 
     FPROP = "fprop"
     DGRAD = "dgrad"

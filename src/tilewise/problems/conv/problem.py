@@ -52,6 +52,12 @@ class ConvProblem(Problem):
     both flags are off.
 
     Raises ``ValueError`` naming the field for sizes that make no convolution.
+
+    >>> from tilewise.problem import Axis
+    >>> side = Axis(size=56, kernel=3, before=1, after=1)
+    >>> problem = tilewise.ConvProblem(tilewise.Pass.FPROP, 8, 64, 128, (side, side), bias=True)
+    >>> problem.shape("y"), problem.flops
+    ((8, 128, 56, 56), 3699376128)
     """
 
     kind: ClassVar[str] = "conv"

@@ -25,12 +25,20 @@ EXAMPLE = "text such as '16x512:512x1024' would do"
 
 
 def looks_like_product(text: str) -> bool:
-    """Whether ``text`` is meant as a product (sizes, then a colon), right or wrong, and not as a network's name."""
+    """Whether ``text`` is meant as a product (sizes, then a colon), right or wrong, and not as a network's name.
+
+    >>> looks_like_product("2x3:3x4"), looks_like_product("alexnet")
+    (True, False)
+    """
     return BEGINS.match(text.strip()) is not None
 
 
 def product_name(text: str) -> str:
-    """What stands after ``n`` in a product's text, without its quotes; empty when there is none."""
+    """What stands after ``n`` in a product's text, without its quotes; empty when there is none.
+
+    >>> product_name('2x3:3x4n"fc6"')
+    'fc6'
+    """
     return _scan(text)[3]
 
 
@@ -46,7 +54,11 @@ def parse_product(
 ) -> GemmProblem:
     """The problem of the product ``text`` with dense operands stored as ``op`` says.
 
-    Raises ``ValueError`` naming the sizes at fault and what would do. For example ``parse_product("2x3:3x4").n`` is 4.
+    Raises ``ValueError`` naming the sizes at fault and what would do.
+
+    >>> problem = parse_product("2x3:3x4")
+    >>> problem.m, problem.k, problem.n
+    (2, 3, 4)
     """
     left, right, words, _ = _scan(text)
     applied = [word for word in words if word != "bias"]
@@ -86,7 +98,10 @@ def parse_product(
 def format_product(problem: GemmProblem, name: str = "") -> str:
     """The text of a product; :func:`parse_product` reads it back.
 
-    Storage, types, bias and device are not part of it. For example that of ``GemmProblem(2, 4, 3)`` is ``2x3:3x4``.
+    Storage, types, bias and device are not part of it.
+
+    >>> format_product(tilewise.GemmProblem(2, 4, 3))
+    '2x3:3x4'
     """
     batch = f"{problem.batch}x" if problem.batch else ""
     text = f"{batch}{problem.m}x{problem.k}:{batch}{problem.k}x{problem.n}"

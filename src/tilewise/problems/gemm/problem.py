@@ -53,6 +53,10 @@ class GemmProblem(Problem):
 
     Raises ``ValueError`` naming the field for values that make no product. For example
     ``GemmProblem(16, 1024, 512, "NT", bias=True)`` is the forward of ``nn.Linear(512, 1024)`` on 16 rows.
+
+    >>> problem = tilewise.GemmProblem(16, 1024, 512, "NT", bias=True)  # nn.Linear(512, 1024) on 16 rows
+    >>> problem.shape("b"), problem.flops
+    ((1024, 512), 16777216)
     """
 
     kind: ClassVar[str] = "gemm"

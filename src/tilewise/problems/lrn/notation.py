@@ -21,7 +21,11 @@ EXAMPLE = "text such as 'lrn:n64c96s55x55k5' or 'lrn:n64c96s55x55k5,alpha=0.001'
 
 
 def looks_like_lrn(text: str) -> bool:
-    """Whether ``text`` is meant as a local response normalization, right or wrong, and not as a network."""
+    """Whether ``text`` is meant as a local response normalization, right or wrong, and not as a network.
+
+    >>> looks_like_lrn("lrn:n2c3s4x5k3"), looks_like_lrn("alexnet")
+    (True, False)
+    """
     return text.strip().startswith("lrn:")
 
 
@@ -30,8 +34,10 @@ def parse_lrn(
 ) -> LrnProblem:
     """The problem of the local response normalization ``text``.
 
-    Raises ``ValueError`` naming what is wrong and what would do. For example the ``space`` of
-    ``parse_lrn("lrn:n2c3s4x5k3")`` is ``(4, 5)``.
+    Raises ``ValueError`` naming what is wrong and what would do.
+
+    >>> parse_lrn("lrn:n2c3s4x5k3").space
+    (4, 5)
     """
     match = FORM.fullmatch(text.strip())
     if match is None:
@@ -66,8 +72,10 @@ def parse_lrn(
 def format_lrn(problem: LrnProblem) -> str:
     """The text of a local response normalization; :func:`parse_lrn` reads it back.
 
-    Types, layout and device are not part of it. For example that of ``LrnProblem(2, 3, (4, 5), 3)`` is
-    ``lrn:n2c3s4x5k3``.
+    Types, layout and device are not part of it.
+
+    >>> format_lrn(parse_lrn("lrn:n2c3s4x5k3"))
+    'lrn:n2c3s4x5k3'
     """
     text = f"lrn:n{problem.batch}c{problem.channels}s{'x'.join(map(str, problem.space))}k{problem.size}"
     text += f",alpha={problem.alpha!r}" if problem.alpha != 1e-4 else ""

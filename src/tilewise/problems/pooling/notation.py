@@ -26,7 +26,11 @@ EXAMPLE = "text such as 'max_pool:n16c64i112x112k3x3s2x2p1x1' would do"
 
 
 def looks_like_pooling(text: str) -> bool:
-    """Whether ``text`` is meant as a pooling, right or wrong, and not as a network."""
+    """Whether ``text`` is meant as a pooling, right or wrong, and not as a network.
+
+    >>> looks_like_pooling("avg_pool:n1c3i8k2"), looks_like_pooling("alexnet")
+    (True, False)
+    """
     return text.strip().startswith(("max_pool:", "avg_pool:"))
 
 
@@ -40,8 +44,10 @@ def parse_pooling(
 ) -> PoolingProblem:
     """The problem of the pooling ``text``.
 
-    Raises ``ValueError`` naming what is wrong and what would do. For example the ``pooled_space`` of
-    ``parse_pooling("max_pool:n1c3i8x8k2x2")`` is (4, 4).
+    Raises ``ValueError`` naming what is wrong and what would do.
+
+    >>> parse_pooling("max_pool:n1c3i8x8k2x2").pooled_space
+    (4, 4)
     """
     match = FORM.fullmatch(text.strip())
     if match is None:
@@ -70,7 +76,8 @@ def parse_pooling(
 def format_pooling(p: PoolingProblem) -> str:
     """The text of a pooling; :func:`parse_pooling` reads it back.
 
-    For example that of ``PoolingProblem("avg", 1, 3, (8,), (2,), (2,))`` is ``avg_pool:n1c3i8k2``.
+    >>> format_pooling(parse_pooling("avg_pool:n1c3i8k2"))
+    'avg_pool:n1c3i8k2'
     """
     text = f"{p.op}_pool:n{p.batch}c{p.channels}i{joined(p.space)}k{joined(p.kernel)}"
     text += f"s{joined(p.stride)}" if p.stride != p.kernel else ""

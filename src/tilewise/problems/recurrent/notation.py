@@ -31,7 +31,11 @@ EXAMPLE = "text such as 'lstm:t512n16i768h768' would do"
 
 
 def looks_like_recurrent(text: str) -> bool:
-    """Whether ``text`` is meant as a recurrent layer (a cell, then a colon), right or wrong, and not as a network."""
+    """Whether ``text`` is meant as a recurrent layer (a cell, then a colon), right or wrong, and not as a network.
+
+    >>> looks_like_recurrent("gru:t8n2i3h5"), looks_like_recurrent("alexnet")
+    (True, False)
+    """
     return BEGINS.match(text.strip()) is not None
 
 
@@ -40,8 +44,10 @@ def parse_recurrent(
 ) -> RecurrentProblem:
     """The problem of the recurrent layer ``text``.
 
-    Raises ``ValueError`` naming what is wrong and what would do. For example the ``hidden`` of
-    ``parse_recurrent("gru:t8n2i3h5")`` is 5.
+    Raises ``ValueError`` naming what is wrong and what would do.
+
+    >>> parse_recurrent("gru:t8n2i3h5").hidden
+    5
     """
     match = FORM.fullmatch(text.strip())
     if match is None:
@@ -72,8 +78,10 @@ def parse_recurrent(
 def format_recurrent(problem: RecurrentProblem) -> str:
     """The text of a recurrent layer; :func:`parse_recurrent` reads it back.
 
-    Types and device are not part of it. For example that of ``RecurrentProblem("gru", 8, 2, 3, 5, layers=2)`` is
-    ``gru:t8n2i3h5l2``.
+    Types and device are not part of it.
+
+    >>> format_recurrent(tilewise.RecurrentProblem("gru", 8, 2, 3, 5, layers=2))
+    'gru:t8n2i3h5l2'
     """
     text = f"{problem.cell}:t{problem.time}n{problem.batch}i{problem.inputs}h{problem.hidden}"
     text += f"l{problem.layers}" if problem.layers > 1 else ""

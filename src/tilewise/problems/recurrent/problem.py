@@ -57,6 +57,10 @@ class RecurrentProblem(Problem):
 
     Raises ``ValueError`` naming the field for values that make no layer. For example
     ``RecurrentProblem("lstm", 512, 16, 768, 768, task="training")`` is a training step of ``nn.LSTM(768, 768)``.
+
+    >>> problem = tilewise.RecurrentProblem("gru", time=4, batch=2, inputs=8, hidden=16)
+    >>> problem.shape("y"), problem.gates
+    ((4, 2, 16), 3)
     """
 
     kind: ClassVar[str] = "rnn"

@@ -41,6 +41,11 @@ class SeparableProblem(Problem):
     Raises ``ValueError`` naming the field for values that make no such convolution. For example
     ``SeparableProblem(1, 16, 96, 24, (Axis(112, 3, 2, 1, 1, 1),) * 2, inner=("relu6", "relu6"))`` is the second block
     of a MobileNetV2.
+
+    >>> from tilewise.problem import Axis, SeparableProblem
+    >>> side = Axis(112, 3, 2, 1, 1, 1)
+    >>> SeparableProblem(1, 16, 96, 24, (side, side), inner=("relu6", "relu6")).shape("y")
+    (1, 24, 56, 56)
     """
 
     kind: ClassVar[str] = "separable"

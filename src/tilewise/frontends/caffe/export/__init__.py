@@ -23,10 +23,15 @@ def export(net: Net, output: str | os.PathLike[str]) -> tuple[str, str]:
     Raises :class:`~tilewise.frontends.caffe.errors.CaffeError` that lists the layers that cannot be written, before
     anything is written, and ``OSError`` where a file cannot be.
 
-    ::
-
-        net = caffe.load("deploy.prototxt", "net.caffemodel")
-        export(net, "net")  # net.py and net.pth
+    >>> TEXT = '''
+    ... layer { name: "data" type: "Input" top: "data" input_param { shape { dim: [1, 3, 8, 8] } } }
+    ... layer { name: "score" type: "InnerProduct" bottom: "data" top: "score" inner_product_param { num_output: 4 } }
+    ... '''
+    >>> from tilewise.frontends.caffe import load
+    >>> import tempfile
+    >>> paths = export(load(TEXT), tempfile.mkdtemp() + "/net")
+    >>> [path.rpartition("/")[2] for path in paths]
+    ['net.py', 'net.pth']
     """
     from tilewise.frontends.caffe.files.atomic import replacing
 

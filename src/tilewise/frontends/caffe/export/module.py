@@ -51,6 +51,14 @@ def module_text(net: Net) -> str:
 
     Text of the network's file stands in it only as Python's own literals. Raises
     :class:`~tilewise.frontends.caffe.errors.CaffeError` that lists all layers that cannot be written.
+
+    >>> TEXT = '''
+    ... layer { name: "data" type: "Input" top: "data" input_param { shape { dim: [1, 3, 8, 8] } } }
+    ... layer { name: "score" type: "InnerProduct" bottom: "data" top: "score" inner_product_param { num_output: 4 } }
+    ... '''
+    >>> from tilewise.frontends.caffe import load
+    >>> "nn.Linear" in module_text(load(TEXT))
+    True
     """
     variables = _variables(net)
     layers = list(_written(net, variables))

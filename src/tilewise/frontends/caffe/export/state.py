@@ -27,6 +27,14 @@ def torch_state(net: Net) -> State:
 
     Statistics of BatchNorm are ``running_mean`` and ``running_var``, already divided by Caffe's third blob. The tensors
     are fp32 copies on the CPU; those of layers that share a blob share one.
+
+    >>> TEXT = '''
+    ... layer { name: "data" type: "Input" top: "data" input_param { shape { dim: [1, 3, 8, 8] } } }
+    ... layer { name: "score" type: "InnerProduct" bottom: "data" top: "score" inner_product_param { num_output: 4 } }
+    ... '''
+    >>> from tilewise.frontends.caffe import load
+    >>> torch_state(load(TEXT))["score.weight"].shape
+    torch.Size([4, 192])
     """
     found: State = {}
     copies: dict[int, Tensor] = {}
@@ -51,6 +59,15 @@ def load_torch_state(net: Net, state: Mapping[str, Any]) -> LoadReport:
     Layers that only one side has stay as they are, and the report names them. Raises
     :class:`~tilewise.frontends.caffe.errors.CaffeError` for what is no real tensor, for a layer of which only some
     blobs are there, and for shapes that differ, before anything is copied.
+
+    >>> TEXT = '''
+    ... layer { name: "data" type: "Input" top: "data" input_param { shape { dim: [1, 3, 8, 8] } } }
+    ... layer { name: "score" type: "InnerProduct" bottom: "data" top: "score" inner_product_param { num_output: 4 } }
+    ... '''
+    >>> from tilewise.frontends.caffe import load
+    >>> net = load(TEXT)
+    >>> load_torch_state(net, torch_state(net)).matched
+    ('score',)
     """
     arrays: dict[str, list[Any]] = {}
     used: set[str] = set()
@@ -77,6 +94,14 @@ def write_torch_state(path: str | os.PathLike[str], state: Mapping[str, Tensor])
     An existing file stays as it was until the new one is complete. Raises
     :class:`~tilewise.frontends.caffe.errors.CaffeError` for what is no tensor, and ``OSError`` where the file cannot be
     written.
+
+    >>> TEXT = '''
+    ... layer { name: "data" type: "Input" top: "data" input_param { shape { dim: [1, 3, 8, 8] } } }
+    ... layer { name: "score" type: "InnerProduct" bottom: "data" top: "score" inner_product_param { num_output: 4 } }
+    ... '''
+    >>> from tilewise.frontends.caffe import load
+    >>> import tempfile
+    >>> write_torch_state(tempfile.mkdtemp() + "/net.pth", torch_state(load(TEXT)))
     """
     wrong = [name for name, value in state.items() if type(name) is not str or not isinstance(value, Tensor)]
     if wrong:
@@ -90,6 +115,17 @@ def read_torch_state(path: str | os.PathLike[str]) -> State:
 
     Raises :class:`~tilewise.frontends.caffe.errors.CaffeError` where the file holds something else than tensors by
     name, and ``OSError`` where it cannot be read.
+
+    >>> TEXT = '''
+    ... layer { name: "data" type: "Input" top: "data" input_param { shape { dim: [1, 3, 8, 8] } } }
+    ... layer { name: "score" type: "InnerProduct" bottom: "data" top: "score" inner_product_param { num_output: 4 } }
+    ... '''
+    >>> from tilewise.frontends.caffe import load
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/net.pth"
+    >>> write_torch_state(path, torch_state(load(TEXT)))
+    >>> sorted(read_torch_state(path))
+    ['score.bias', 'score.weight']
     """
     source = os.fspath(path)
     with Path(path).open("rb") as file:

@@ -41,6 +41,14 @@ def forget(array: Array) -> None:
     Pages of a file that were read count as memory of the process as long as the system has room. So whoever copies one
     blob after the other needs twice the memory for a while, unless each is forgotten once it is copied. Does nothing
     for arrays that are no views of a mapped file.
+
+    >>> import numpy, tempfile
+    >>> from tilewise.frontends.caffe.files import forget, read_weights, write_weights
+    >>> path = tempfile.mkdtemp() + "/net.caffemodel"
+    >>> write_weights(path, {"ip": [numpy.ones((2, 3), numpy.float32)]})
+    >>> blob = read_weights(path)["ip"][0]
+    >>> copy = numpy.array(blob)
+    >>> forget(blob)
     """
     owner: Any = array
     while isinstance(owner, np.ndarray):

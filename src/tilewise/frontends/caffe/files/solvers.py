@@ -19,6 +19,12 @@ class SolverNets:
     """The networks that a solver trains and tests, each with its ``state`` set and not filtered yet.
 
     There is one network in ``tests`` for each ``test_iter`` of the solver, in their order.
+
+    >>> from tilewise.frontends.caffe.files import read_solver, solver_nets
+    >>> solver = read_solver("net_param { name: 'small' } test_iter: 1 test_interval: 1")
+    >>> nets = solver_nets(solver, "solver.prototxt")
+    >>> nets.train.name, len(nets.tests)
+    ('small', 1)
     """
 
     train: NetParameter
@@ -34,6 +40,11 @@ def solver_nets(solver: SolverParameter, path: str | os.PathLike[str]) -> Solver
 
     Raises :class:`CaffeError` where none or several are given for training, where ``test_iter`` and ``test_state`` do
     not have one value for each network to test, and where a network's file is missing or wrong.
+
+    >>> from tilewise.frontends.caffe.files import read_solver, solver_nets
+    >>> solver = read_solver("net_param { name: 'small' } test_iter: 1 test_interval: 1")
+    >>> solver_nets(solver, "solver.prototxt").train.name
+    'small'
     """
     source = os.fspath(path)
     fields = [name for name in ("net", "net_param", "train_net", "train_net_param") if solver.HasField(name)]
@@ -52,6 +63,13 @@ def find_beside(name: str, path: str | os.PathLike[str]) -> Path:
     Caffe takes names from the folder in which it is started, which is often the top of a project. So a file is looked
     for there, then in the folder of ``path``, and then in all folders above it. Raises :class:`CaffeError` with the
     places where it is not.
+
+    >>> import pathlib, tempfile
+    >>> from tilewise.frontends.caffe.files import find_beside
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> _ = (folder / "mean.npy").write_bytes(b"")
+    >>> find_beside("mean.npy", folder / "solver.prototxt").name
+    'mean.npy'
     """
     above = Path(os.path.abspath(path)).parents
     places = [Path.cwd() / name, *(folder / name for folder in above)]

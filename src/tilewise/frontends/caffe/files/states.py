@@ -33,6 +33,11 @@ class SavedSolver:
     ``learned_net`` is the path of the weights that were saved with it, as the file has it. ``history`` has the solver's
     arrays in Caffe's order: one for each learnable parameter, and for solvers that keep two, the second ones after
     those.
+
+    >>> import numpy, tempfile
+    >>> from tilewise.frontends.caffe.files import SavedSolver
+    >>> SavedSolver(100, "net_iter_100.caffemodel", 2, [numpy.zeros(3, numpy.float32)]).iter
+    100
     """
 
     iter: int
@@ -47,6 +52,12 @@ def read_solverstate(path: str | os.PathLike[str]) -> SavedSolver:
     The arrays are views of the mapped file, as :func:`~tilewise.frontends.caffe.files.read_weights` has them. Raises
     :class:`~tilewise.frontends.caffe.errors.CaffeError` where the file is damaged, and ``OSError`` where it cannot be
     read.
+
+    >>> import numpy, tempfile
+    >>> path = tempfile.mkdtemp() + "/net_iter_100.solverstate"
+    >>> write_solverstate(path, SavedSolver(100, "net_iter_100.caffemodel", 2, [numpy.zeros(3, numpy.float32)]))
+    >>> read_solverstate(path).learned_net
+    'net_iter_100.caffemodel'
     """
     if begins_with(path, HDF5):
         return SavedSolver(*read_history_h5(path))
@@ -102,6 +113,12 @@ def read_mean(path: str | os.PathLike[str]) -> Array:
     Files are Caffe's binaryproto, of which axes of one in front of three are dropped, or NumPy's ``.npy``. The array
     cannot be written to and may be unaligned. Raises :class:`~tilewise.frontends.caffe.errors.CaffeError` where the
     file is damaged, and ``OSError`` where it cannot be read.
+
+    >>> import numpy, tempfile
+    >>> path = tempfile.mkdtemp() + "/mean.binaryproto"
+    >>> write_mean(path, numpy.zeros((3, 8, 8), numpy.float32))
+    >>> read_mean(path).shape
+    (3, 8, 8)
     """
     source = os.fspath(path)
     if begins_with(path, _NUMPY):
@@ -122,6 +139,9 @@ def write_mean(path: str | os.PathLike[str], mean: Any) -> None:
     """Write a mean image of shape (channels, height, width) as a binaryproto, as Caffe's ``compute_image_mean`` does.
 
     Raises :class:`~tilewise.frontends.caffe.errors.CaffeError` for another number of axes.
+
+    >>> import numpy, tempfile
+    >>> write_mean(tempfile.mkdtemp() + "/mean.binaryproto", numpy.zeros((3, 8, 8), numpy.float32))
     """
     array = checked(mean, "mean")
     if array.ndim != 3:

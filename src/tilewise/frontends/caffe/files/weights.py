@@ -50,6 +50,12 @@ def write_weights(
 
     Raises :class:`~tilewise.frontends.caffe.errors.CaffeError` for what is no array of numbers and where there are no
     layers, and ``OSError`` where the file cannot be written.
+
+    >>> import numpy, tempfile
+    >>> path = tempfile.mkdtemp() + "/net.h5"
+    >>> write_weights(path, {"ip": [numpy.ones((2, 3), numpy.float32)]})
+    >>> list(read_weights(path))
+    ['ip']
     """
     found = {
         name: [checked(blob, f"blob {index} of layer {name!r}") for index, blob in enumerate(blobs)]

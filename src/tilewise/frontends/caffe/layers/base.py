@@ -41,6 +41,12 @@ class Layer(nn.Module):
 
     Raises :class:`~tilewise.frontends.caffe.errors.CaffeError` for fields and shapes that do not fit, which names the
     layer.
+
+    >>> from tilewise.frontends.caffe import Layer, register
+    >>> @register("Negative")
+    ... class Negative(Layer):
+    ...     def forward(self, x):
+    ...         return -x
     """
 
     bottoms: ClassVar[tuple[int, int | None]] = (1, 1)

@@ -71,7 +71,12 @@ def register_python(module: str, layer: str) -> Callable[[Made], Made]:
 
 
 def layer_types() -> tuple[str, ...]:
-    """The types of layers that can be made, in the order of the alphabet."""
+    """The types of layers that can be made, in the order of the alphabet.
+
+    >>> from tilewise.frontends.caffe import layer_types
+    >>> "Convolution" in layer_types()
+    True
+    """
     return tuple(sorted({*_MAKERS, *(("Python",) if _PYTHON else ())}))
 
 
