@@ -44,6 +44,11 @@ class KeptMemory:
 
     ``settings`` holds the values set, ``before`` those from before, by the names of ``mallopt``'s parameters. As a
     context manager it is undone at the end of the block. Printed, it says what was set.
+
+    >>> kept = keep_memory()
+    >>> kept.settings["M_MMAP_MAX"]
+    0
+    >>> kept.undo()
     """
 
     settings: dict[str, int]

@@ -89,7 +89,7 @@ def convolution_layers(
 
     Raises what the module's forward raises for these inputs.
 
-    >>> module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3))
+    >>> module = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 16, 3))
     >>> [(call.name, call.input_shape) for call in convolution_layers(module, torch.zeros(2, 3, 32, 32))]
     [('0', (2, 3, 32, 32)), ('2', (2, 8, 30, 30))]
     """

@@ -43,6 +43,7 @@ T = TypeVar("T")
 Progress = Callable[[int, int, str], None]
 """``progress(done, total, text)`` as problems are planned."""
 
+REFUSED = "; a plan that was not made here was refused: "
 ALONE = 3
 """Up to so many problems are planned here alone, faster than workers start, unless all sizes are to be measured."""
 
@@ -53,9 +54,10 @@ class Planner:
     ``wisdom`` is where measurements and plans are kept (``None``: the user's cache directory); ``progress`` is called
     by :meth:`plan_many`. ``devices`` are those on which :meth:`plan_many` measures at once, with a process for each
     beside this one: ``"all"`` GPUs of the current model, or a list (``[0, 1]``); ``None`` measures here alone.
-
     Threads may share a planner, which then plans for one after the other: measuring sets torch's flags for
     its length, so no other thread should use them meanwhile. Raises ``ValueError`` naming the argument at fault.
+
+    >>> plan = tilewise.Planner().plan(tilewise.GemmProblem(16, 32, 8), tilewise.Options(rigor="estimate"))
     """
 
     def __init__(
@@ -90,8 +92,7 @@ class Planner:
             if known_plan is not None and not self._again.is_wanted(known_plan, options):
                 return known_plan
             if options.rigor == "wisdom_only":
-                told = "; a plan that was not made here was refused: "
-                refused = "".join(told + reason for reason in self._refusals.reasons(problem))
+                refused = "".join(f"{REFUSED}{reason}" for reason in self._refusals.reasons(problem))
                 raise NoPlanError(f"no wisdom for {problem.key} with {constraints_text(options)}{refused}")
             if known_plan is not None:
                 self._again.begin(problem.key)

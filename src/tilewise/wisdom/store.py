@@ -81,7 +81,7 @@ class Wisdom:
     >>> import tempfile
     >>> from tilewise.plan import Config, Measurement
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     wisdom = Wisdom(f"{folder}/wisdom.sqlite3")
+    ...     wisdom = tilewise.Wisdom(f"{folder}/wisdom.sqlite3")
     ...     wisdom.record("this machine", "a problem", [Measurement("fft", 1, Config(basis=(8, 8)), time_ms=2.5)])
     ...     wisdom.measurements("this machine", "a problem")[0].time_ms
     2.5

@@ -83,10 +83,10 @@ def export(
     Raises ``ExportError`` (a ``ValueError``) where the model has no exact program as a whole, with the reason,
     ``ValueError`` naming the argument at fault, ``NoPlanError`` when no solver keeps the limits, and ``OSError``.
 
-    >>> model, image = torch.nn.Conv2d(3, 8, 3).eval(), torch.randn(1, 3, 16, 16)
-    >>> report = tilewise.export(model, image, "model.safetensors", rigor="estimate")
-    >>> tilewise.load_exported("model.safetensors")(image).shape
-    torch.Size([1, 8, 14, 14])
+    >>> model, rows = torch.nn.Linear(4, 2).eval(), torch.randn(3, 4)
+    >>> report = tilewise.export(model, rows, "model.safetensors")
+    >>> tilewise.load_exported("model.safetensors")(rows).shape
+    torch.Size([3, 2])
     """
     check_model(model)
     target = _checked_path(path)

@@ -153,10 +153,9 @@ def load_exported(path: str | os.PathLike[str]) -> Exported:
     Raises ``ExportError`` (a ``ValueError``) for a file that holds no exported model or was damaged, and
     ``SolverUnavailable`` naming the step and the reason where a plan cannot run on this machine.
 
-    >>> image = torch.randn(1, 3, 16, 16)
-    >>> report = tilewise.export(torch.nn.Conv2d(3, 8, 3).eval(), image, "model.safetensors", rigor="estimate")
-    >>> tilewise.load_exported("model.safetensors")(image).shape
-    torch.Size([1, 8, 14, 14])
+    >>> report = tilewise.export(torch.nn.Linear(4, 2).eval(), torch.randn(3, 4), "model.safetensors")
+    >>> tilewise.load_exported("model.safetensors")(torch.randn(3, 4)).shape
+    torch.Size([3, 2])
     """
     if not isinstance(path, str | os.PathLike) or "\0" in str(path):
         raise ValueError(f"path={path!r:.80}: the path of a file would do")

@@ -47,12 +47,9 @@ Choices = Mapping[Key, Plan]
 class StepTooLarge(NoPlanError):
     """No plans keep a step within its limit. ``least`` is the bytes that it needs at least, as measured.
 
-    >>> model = torch.nn.Conv2d(3, 8, 3)
-    >>> try:
-    ...     tilewise.optimize(model, torch.randn(2, 3, 16, 16), memory_limit="1KiB", rigor="estimate")
-    ... except tilewise.nn.StepTooLarge as error:
-    ...     print(error.least > 1024)
-    True
+    >>> error = tilewise.nn.StepTooLarge(2**30, least=3 * 2**30, text="the step needs 3.0 GiB at least")
+    >>> error.least > 2**30, isinstance(error, tilewise.NoPlanError)
+    (True, True)
     """
 
     def __init__(self, limit: int, least: int, text: str) -> None:

@@ -37,7 +37,7 @@ def register(name: str) -> Callable[[Made], Made]:
         ... class Double(Layer):
         ...     def forward(self, x):
         ...         return 2 * x
-        >>> maker("Double") is Double
+        >>> "Double" in layer_types()
         True
 
     Raises :class:`~tilewise.frontends.caffe.errors.CaffeError` for an empty name.
