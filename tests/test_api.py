@@ -24,8 +24,6 @@ PACKAGES = re.findall(r"^\| `(tilewise[\w.]*)` \|", PAGE, re.MULTILINE)
 DIRECTIVE = re.compile(r"^\.\. auto(\w+):: ([\w.]+)\n((?:   :.*\n)*)", re.MULTILINE)
 REASON = re.compile(r"GPU|ranks", re.IGNORECASE)
 """What is not there in a test: an example that needs it says so in the line before it, and is marked with SKIP."""
-ESTIMATED = tilewise.Options(rigor="estimate")
-"""Functions that plan on sight measure nothing here."""
 
 
 def module_of(package: str) -> Any:
@@ -142,7 +140,8 @@ def test_examples_run(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(wisdom))
     monkeypatch.setattr(shard, "_handlers", dict(shard._handlers))
-    monkeypatch.setattr(functional, "_defaults", functional.Table(functional.PlanTable(ESTIMATED, "plan")))
+    # Functions that would plan on sight leave that to torch here: other tests plan, and these would take long.
+    monkeypatch.setattr(functional, "_defaults", functional.Table(functional.PlanTable(tilewise.Options(), "torch")))
     # A package's own names are there, as after `from package import *`; `tilewise` and `tilewise.nn` are written out.
     own = {} if package in ("tilewise", "tilewise.nn") else {each: value_of(package, each) for each in public(package)}
     names = {**own, "torch": torch, "tilewise": tilewise, "__name__": "__main__"}

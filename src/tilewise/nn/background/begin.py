@@ -81,10 +81,8 @@ def wait(model: nn.Module) -> None:
     steps are being compared, plans run at its end, and the comparison goes on with the next steps. Ctrl-C keeps what
     was measured, and planning goes on in the background. Progress is shown as by :func:`tilewise.optimize`.
 
-    >>> import torch, tilewise
-    >>> model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3))
-    >>> x = torch.randn(1, 2, 6, 6, dtype=torch.float32, device="cpu")
-    >>> model = tilewise.optimize(model, x, wait=False, rigor="estimate")
+    >>> model, images = torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16)
+    >>> model = tilewise.optimize(model, images, wait=False, rigor="estimate")
     >>> tilewise.wait(model)
     >>> tilewise.nn.report(model).pending
     0
