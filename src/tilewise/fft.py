@@ -405,6 +405,8 @@ def _times(s: Sequence[int]) -> str:
 
 def _check_real(x: torch.Tensor, dims: int) -> None:
     """Raise for an operand of a transform with a wrong dtype or too few dimensions."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}: a tensor would do, such as torch.as_tensor(x)")
     if x.dtype not in REALS:
         hint = "; torch.fft transforms it" if x.dtype in (torch.float64, torch.complex64, torch.complex128) else ""
         raise TypeError(f"x is {x.dtype}: float32, float16 or bfloat16 would do{hint}")

@@ -419,7 +419,7 @@ def parse_bytes(size: int | str, argument: str = "workspace") -> int:
     if isinstance(size, int):
         if size < 0:
             shown = str(size) if size >= -INT64_MAX else hex(size)  # Python may not print more digits
-            raise ValueError(f"{argument}={shown:.40}: must not be negative")
+            raise ValueError(f"{argument}={shown:.40}: must not be negative; 0 or more bytes would do, such as '64MiB'")
         return _storable(size, argument)
     text = size.strip()
     for unit in sorted(UNITS, key=len, reverse=True):

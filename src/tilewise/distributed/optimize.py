@@ -14,7 +14,7 @@ from tilewise.distributed.norms.choice import choose_norms
 from tilewise.distributed.parallel import SpatialParallel
 from tilewise.distributed.planned import PlannedPasses
 from tilewise.distributed.shards.shard import Shard
-from tilewise.nn.arguments import settings_of, takes
+from tilewise.nn.arguments import in_line, settings_of, takes
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.record import arguments_of, state_kept
 from tilewise.planner import Planner
@@ -59,7 +59,7 @@ def optimize(
     :class:`~tilewise.comm.agreement.RankMismatch` on every rank where any two differ.
     """
     if not isinstance(parallel, SpatialParallel):
-        raise ValueError(f"parallel={parallel!r:.80}: a tilewise.distributed.SpatialParallel would do")
+        raise ValueError(f"parallel={in_line(parallel)}: a tilewise.distributed.SpatialParallel would do")
     merged = settings_of("optimize", StepOptions, settings, options)
     training, planning = merged.training, merged.options()
     positional, named = arguments_of(example)

@@ -86,7 +86,8 @@ def torch_device(name: str) -> torch.device:
         for index in (current, *range(torch.cuda.device_count())):
             if not gpu or _gpu_name(index) == gpu:
                 return torch.device("cuda", index)
-    raise ValueError(f"device={name!r}: no such device here")
+    here = ", ".join(repr(f"cuda:{_gpu_name(index)}") for index in range(torch.cuda.device_count()))
+    raise ValueError(f"device={name!r}: no such device here; {here + ' or ' if here else ''}'cpu' would do")
 
 
 def environment(device: str) -> Environment:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, get_type_hints
 
+import torch
 from torch import nn
 
 from tilewise.settings import OPTIONS, Settings, described, listed
 
-__all__ = ["check_function", "check_model", "examples_of", "settings_of", "takes", "unwrapped"]
+__all__ = ["check_function", "check_model", "examples_of", "in_line", "settings_of", "takes", "unwrapped"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 ARGUMENTS = {
@@ -35,12 +36,19 @@ ARGUMENTS = {
 """What arguments are that several functions take and that are no options, by name."""
 
 
+def in_line(value: object) -> str:
+    """A value in one line of at most 80 characters, for messages: of a tensor what it is, and not its numbers."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return " ".join(f"{value!r:.160}".split())[:80]
+
+
 def check_model(model: object) -> None:
     """Raise ``ValueError`` where ``model`` is not a ``torch.nn.Module``."""
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ValueError(f"model={model.__name__}: a class; a torch.nn.Module would do, such as {model.__name__}(...)")
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model={model!r:.80}: a torch.nn.Module would do")
+        raise ValueError(f"model={in_line(model)}: a torch.nn.Module would do")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -58,7 +66,7 @@ def check_function(argument: str, given: object, takes: str) -> None:
     ``takes`` says in the message which parameters the function should have.
     """
     if given is not None and not callable(given):
-        raise ValueError(f"{argument}={given!r:.80}: a function of ({takes}), or None, would do")
+        raise ValueError(f"{argument}={in_line(given)}: a function of ({takes}), or None, would do")
 
 
 def examples_of(example_inputs: object) -> list[Any]:
@@ -112,11 +120,11 @@ def settings_of(function: str, taken: type, settings: Settings | None, options: 
     allowed = taken.__annotations__
     for name in options:
         if name not in allowed:
-            close = difflib.get_close_matches(name, allowed, n=1)
+            close = [] if name in OPTIONS else difflib.get_close_matches(name, allowed, n=1, cutoff=0.75)
             would_do = f"{close[0]} would do" if close else f"its options are {', '.join(allowed)}"
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}: {would_do}")
     if settings is not None and not isinstance(settings, Settings):
-        raise ValueError(f"settings={settings!r:.80}: a tilewise.Settings, or None, would do")
+        raise ValueError(f"settings={in_line(settings)}: a tilewise.Settings, or None, would do")
     base = Settings() if settings is None else settings
     for name in base.others_than(allowed):
         raise ValueError(

@@ -18,28 +18,39 @@ from torch.utils.data import DataLoader, Dataset
 
 from tilewise.nn.kept_values import tensors_in
 
-__all__ = ["explained"]
+__all__ = ["explained", "require_tensors"]
 
 MOST_SHOWN = 6
 """Tensors of an example that a note describes."""
 
 
 @contextmanager
-def explained(model: nn.Module, examples: Sequence[object], number: int) -> Iterator[None]:
+def explained(
+    model: nn.Module, examples: Sequence[object], number: int, *, argument: str = "example_inputs"
+) -> Iterator[None]:
     """Say of an error that ``model`` raises meanwhile what it was called with: example ``number`` of ``examples``.
 
     The error stays what it is and gets a note. Raises ``ValueError`` in its place where the examples hold no tensor,
-    but a shape, a NumPy array, a data loader or text.
+    but a shape, a NumPy array, a data loader or text. Both name ``argument``.
     """
     try:
         yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         instead = _in_place_of_tensors(examples)
         if instead:
             # What torch says of a number or an array in place of an image helps nobody, and is long.
-            raise ValueError(f"example_inputs={instead}") from None
-        error.add_note(_note(model, examples, number))
+            raise ValueError(f"{argument}={instead}") from None
+        error.add_note(f"{argument}: {_note(model, examples, number)}")
         raise
+
+
+def require_tensors(examples: Sequence[object]) -> None:
+    """Raise ``ValueError`` where the examples hold no tensor, but what people give in place of one."""
+    instead = _in_place_of_tensors(examples)
+    if instead:
+        raise ValueError(f"example_inputs={instead}")
 
 
 def _in_place_of_tensors(examples: Sequence[object]) -> str:
@@ -57,6 +68,8 @@ def _in_place_of_tensors(examples: Sequence[object]) -> str:
         of_shape = f"a tensor of that shape would do, such as torch.randn({', '.join(map(str, leaves))})"
         return f"{shown:.80}: a shape, and no input; {of_shape:.120}"
     for leaf in leaves:
+        if leaf is None and len(leaves) == 1:
+            return "None: what the model is called with would do, such as torch.randn(1, 3, 224, 224)"
         if isinstance(leaf, np.ndarray):
             return f"(a NumPy array of shape {leaf.shape}): a tensor would do, such as torch.from_numpy(array)"
         if isinstance(leaf, DataLoader | Dataset):
@@ -79,7 +92,7 @@ def _note(model: nn.Module, examples: Sequence[object], number: int) -> str:
     else:
         among = ""
         would_do = f"what {type(model).__name__} takes would do" + (", by name" if isinstance(example, Mapping) else "")
-    return f"example_inputs: the model raised this on {among}{given}{has}; {would_do}"
+    return f"the model raised this on {among}{given}{has}; {would_do}"
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar, Unpack
 
 from torch import nn
 
-from tilewise.nn.arguments import check_function, check_model, settings_of, takes, unwrapped
+from tilewise.nn.arguments import check_function, check_model, in_line, settings_of, takes, unwrapped
+from tilewise.nn.example_errors import explained
 from tilewise.nn.layers.kinds import kind_of
 from tilewise.nn.layers.swaps import swap_back
 from tilewise.nn.layers.weights import Weights
@@ -94,7 +95,7 @@ def largest_batch(
     check_model(model)
     check_function("memory_step", memory_step, "model, inputs")
     if not callable(make_inputs):
-        raise ValueError(f"make_inputs={make_inputs!r:.80}: a function of a batch's size would do")
+        raise ValueError(f"make_inputs={in_line(make_inputs)}: a function of a batch's size would do")
     merged = settings_of("largest_batch", LargestBatchOptions, settings, options)
     batches = Batches(model, make_inputs, memory_step, merged)
     limit = memory_bytes(memory_limit, batches.step(1).device)
@@ -152,7 +153,10 @@ class Batches:
             for module in self._modules.values():
                 swap_back(module)
             try:
-                return profile(self.step(batch), self._modules, self._weights).floor
+                step = self.step(batch)
+                inputs = self._inputs if isinstance(self._inputs, list) else [self._inputs]
+                with explained(self._model, inputs, 0, argument=f"make_inputs({batch})"):
+                    return profile(step, self._modules, self._weights).floor
             except NoPlanError:
                 return math.inf
 

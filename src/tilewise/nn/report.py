@@ -443,7 +443,10 @@ def kept(model: nn.Module) -> tuple[Report, PlanTable, bool]:
     """What :func:`keep` remembered for ``model``. Raises ``ValueError`` where there is nothing."""
     remembered = _kept.get(model)
     if remembered is None:
-        raise ValueError(f"model={type(model).__name__}: tilewise.optimize has not been called on it, or was undone")
+        raise ValueError(
+            f"model={type(model).__name__}: tilewise.optimize has not been called on it, or was undone; "
+            "a call of tilewise.optimize(model, example_inputs) would do"
+        )
     return remembered
 
 

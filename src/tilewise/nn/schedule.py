@@ -104,12 +104,22 @@ def read_schedule(given: Given) -> Schedule | None:
     if not isinstance(given, Schedule | str | os.PathLike | None):
         raise TypeError(f"schedule={given!r}: a tilewise.Schedule, or the path of a file that holds one, would do")
     if not several_ranks():
-        return Schedule.load(given) if isinstance(given, str | os.PathLike) else given
+        return _loaded(given) if isinstance(given, str | os.PathLike) else given
     if isinstance(given, Schedule):
         agree(f"a schedule {given}", "the schedule that tilewise.optimize is to follow")
     else:
         agree("no schedule" if given is None else "a file", "the schedule that tilewise.optimize is to follow")
     return None if given is None else _broadcast(given)
+
+
+def _loaded(path: str | os.PathLike[str]) -> Schedule:
+    """The schedule in a file. Errors get a note that says which file would do."""
+    try:
+        return Schedule.load(path)
+    except (OSError, ScheduleError) as error:
+        would_do = "a file that tilewise.schedule(model).save(path) or tilewise plan --json wrote would do"
+        error.add_note(f"schedule={os.fspath(path)!r:.200}: {would_do}")
+        raise
 
 
 def _broadcast(given: Schedule | str | os.PathLike[str]) -> Schedule:
@@ -120,7 +130,7 @@ def _broadcast(given: Schedule | str | os.PathLike[str]) -> Schedule:
             raise ScheduleError(f"rank 0 could not read the schedule: {data['error']}")
         return Schedule.from_json(data)
     try:
-        schedule = given if isinstance(given, Schedule) else Schedule.load(given)
+        schedule = given if isinstance(given, Schedule) else _loaded(given)
     except BaseException as error:
         send({"error": str(error) or type(error).__name__})
         raise

@@ -86,7 +86,7 @@ class Planner:
         Raises :class:`NoPlanError` when nothing keeps the constraints (every solver's reasons are in the message) or
         ``wisdom_only`` finds none, ``RuntimeError`` while a CUDA graph is being captured.
         """
-        options = options or Options()
+        options = _asked(options, problem)
         with self._lock:
             known_plan = self.remembered(problem, options)
             if known_plan is not None and not self._again.is_wanted(known_plan, options):
@@ -117,8 +117,8 @@ class Planner:
 
     def plan_many(self, problems: Iterable[P], options: Options | None = None) -> dict[P, Plan]:
         """A plan for each distinct problem, with progress. Raises as :meth:`plan`. Ctrl-C keeps what was measured."""
-        options = options or Options()
         distinct = list(dict.fromkeys(problems))
+        options = _asked(options, *distinct)
         self._plans.preload(distinct, options)
         tell = self.progress or _silent
         far = _Far(tell, len(distinct))
@@ -177,14 +177,14 @@ class Planner:
         Times of divisions are the sums of their parts'. ``options.workspace`` bounds the front; it is empty where
         nothing keeps the constraints. What was found once is remembered.
         """
-        return self.fronts([problem], options or Options(), progress=False)[problem]
+        return self.fronts([problem], options, progress=False)[problem]
 
     def fronts(
         self, problems: Iterable[Problem], options: Options | None = None, *, progress: bool = True
     ) -> dict[Problem, tuple[Plan, ...]]:
         """:meth:`front` of each distinct problem; progress is reported. Ctrl-C keeps what was measured until then."""
-        options = options or Options()
         distinct = list(dict.fromkeys(problems))
+        options = _asked(options, *distinct)
         report = self.progress if progress and self.progress is not None else _silent
         found_fronts: dict[Problem, tuple[Plan, ...]] = {}
         with self._lock:
@@ -217,7 +217,7 @@ class Planner:
         :attr:`progress` hears of each such solver. Raises ``ValueError`` for other names, for splits, and where
         ``options.rigor`` is ``wisdom_only``.
         """
-        options = options or Options()
+        options = _asked(options, problem)
         names = names_to_measure(every_config_of, options, "every_config_of")
         tell = self.progress or _silent
         return self._searched(
@@ -343,6 +343,17 @@ def _order(planner: Planner, problems: Sequence[P], options: Options, look: Call
 def _no_profile(device: str) -> Profile:
     """Stands in for measured rates where nothing is estimated."""
     return {}
+
+
+def _asked(options: Options | None, *problems: object) -> Options:
+    """The options, or the defaults. Raises ``ValueError`` for what are no options, or where something is no problem."""
+    if not isinstance(options, Options | None):
+        raise ValueError(f"options={options!r:.80}: a tilewise.Options, or None, would do")
+    for problem in problems:
+        if not isinstance(problem, Problem):
+            would_do = "a problem would do, such as tilewise.GemmProblem(16, 32, 8); tilewise.notation reads text"
+            raise ValueError(f"problem={' '.join(f'{problem!r:.160}'.split()):.80}: {would_do}")
+    return options or Options()
 
 
 def _silent(done: int, total: int, text: str) -> None:

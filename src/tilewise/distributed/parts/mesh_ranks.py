@@ -19,6 +19,8 @@ def among(mesh: DeviceMesh, dims: tuple[str, ...]) -> tuple[list[int], Grid]:
     """
     if not dims or any(dim not in NAMES for dim in dims) or len(set(dims)) != len(dims):
         raise ValueError(f"dims={dims}: different ones of {', '.join(NAMES)} would do")
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh={mesh!r:.80}: a DeviceMesh would do, such as init_device_mesh('cuda', (4,))")
     names = mesh.mesh_dim_names
     if names is None:
         if mesh.ndim != len(dims):

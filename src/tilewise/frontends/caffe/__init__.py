@@ -6,6 +6,16 @@ alone are read and written by :mod:`tilewise.frontends.caffe.files`.
 
 from __future__ import annotations
 
+import importlib
+
+try:
+    importlib.import_module("google.protobuf")
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "tilewise.frontends.caffe needs protobuf, which is not installed: pip install 'tilewise[caffe]' would do",
+        name=error.name,
+    ) from error
+
 from tilewise.frontends.caffe.errors import CaffeError
 from tilewise.frontends.caffe.layers.base import Layer
 from tilewise.frontends.caffe.layers.registry import layer_types, register, register_python

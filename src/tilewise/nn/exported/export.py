@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tilewise.machine.device import environment
 from tilewise.nn.arguments import check_model, examples_of, settings_of, takes, unwrapped
+from tilewise.nn.example_errors import require_tensors
 from tilewise.nn.exported import files
 from tilewise.nn.exported.document import Writing
 from tilewise.nn.exported.values import ExportError, encoded
@@ -94,6 +95,7 @@ def export(
     asked = settings_of("export", PlanOptions, settings, options)
     if planner is not None and progress is not None:
         raise ValueError("progress: the planner given has its own; give one or the other")
+    require_tensors(examples)
     reason = why_no_regions(asked, None, examples)
     if any(t.device.type != "cpu" for t in tensors_in(examples)):
         reason = "its inputs are not on the CPU"

@@ -122,7 +122,7 @@ def obstacle(module: nn.Module) -> str:
     for name, part in module.named_modules():
         where = name or "the model"
         if part.training:
-            return f"{where} is in training mode"
+            return f"{where} is in training mode; eval() would do"
         if isinstance(part, torch.jit.ScriptModule):
             return f"{where} is a script"
         if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:

@@ -203,7 +203,7 @@ def _devices(
             raise ValueError(f"parts={parts!r}: a whole number of one or more would do")
         return (home or torch.device("cpu"),) * parts
     assert devices is not None
-    if isinstance(devices, (str, torch.device)) or not devices:
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence) or not devices:
         raise ValueError(f"devices={devices!r}: a tuple of devices would do, such as ('cuda:0', 'cuda:1')")
     return tuple(map(_device, devices))
 
@@ -218,7 +218,8 @@ def _device(name: torch.device | str) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if device.type != "cuda" or (device.index or 0) >= count:
-        raise ValueError(f"devices: {name!r} is not here; cpu, or one of {count} CUDA devices, would do")
+        there = f"one of {count} CUDA devices" if count else "parts=2, as there is no CUDA device,"
+        raise ValueError(f"devices: {str(name)!r} is not here; cpu, or {there} would do")
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 

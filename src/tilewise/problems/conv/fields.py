@@ -68,6 +68,11 @@ class Convolution(Protocol):
 
 def require_convolution(p: Convolution) -> None:
     """Raise ``ValueError`` naming the field of ``p`` whose value makes no convolution."""
+    if not isinstance(p.pass_, Pass):
+        raise ValueError(f"pass_={p.pass_!r:.80}: one of {', '.join(map(str, Pass))} would do")
+    for axis in p.axes:
+        if not isinstance(axis, Axis):
+            raise ValueError(f"axes has {axis!r:.40}: a tilewise.axis.Axis would do, such as Axis(size=8, kernel=3)")
     for name in ("batch", "in_channels", "out_channels", "groups"):
         value = getattr(p, name)
         if value < 1:
