@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tilewise.nn.kept_values import tensors_in
 
-__all__ = ["explained", "require_tensors"]
+__all__ = ["explained", "with_tensors"]
 
 MOST_SHOWN = 6
 """Tensors of an example that a note describes."""
@@ -46,11 +47,12 @@ def explained(
         raise
 
 
-def require_tensors(examples: Sequence[object]) -> None:
-    """Raise ``ValueError`` where the examples hold no tensor, but what people give in place of one."""
+def with_tensors(examples: list[Any]) -> list[Any]:
+    """The examples. Raises ``ValueError`` where they hold no tensor, but what people give in place of one."""
     instead = _in_place_of_tensors(examples)
     if instead:
         raise ValueError(f"example_inputs={instead}")
+    return examples
 
 
 def _in_place_of_tensors(examples: Sequence[object]) -> str:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tilewise.machine.device import environment
 from tilewise.nn.arguments import check_model, examples_of, settings_of, takes, unwrapped
-from tilewise.nn.example_errors import require_tensors
+from tilewise.nn.example_errors import with_tensors
 from tilewise.nn.exported import files
 from tilewise.nn.exported.document import Writing
 from tilewise.nn.exported.values import ExportError, encoded
@@ -91,11 +91,10 @@ def export(
     """
     check_model(model)
     target = _checked_path(path)
-    examples = examples_of(example_inputs)
+    examples = with_tensors(examples_of(example_inputs))
     asked = settings_of("export", PlanOptions, settings, options)
     if planner is not None and progress is not None:
         raise ValueError("progress: the planner given has its own; give one or the other")
-    require_tensors(examples)
     reason = why_no_regions(asked, None, examples)
     if any(t.device.type != "cpu" for t in tensors_in(examples)):
         reason = "its inputs are not on the CPU"

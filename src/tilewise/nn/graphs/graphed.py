@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tilewise.nn.arguments import check_model, examples_of, unwrapped
-from tilewise.nn.example_errors import require_tensors
+from tilewise.nn.example_errors import with_tensors
 from tilewise.nn.graphs.model import GraphReport, ModelGraphs
 from tilewise.nn.graphs.obstacles import region_in
 from tilewise.nn.graphs.recorder import CannotCapture, Recorder, recorder_of
@@ -60,7 +60,7 @@ def graphed(model: Model, example_inputs: object) -> Model:
     >>> print(tilewise.nn.graph_report(model))  # doctest: +SKIP
     """
     check_model(model)
-    examples = examples_of(example_inputs)
+    examples = with_tensors(examples_of(example_inputs))
     device = device_of(examples)
     captured(unwrapped(model), examples, lambda: recorder_of(device))
     return model
@@ -120,7 +120,6 @@ def graph_report(model: nn.Module) -> GraphReport:
 
 def device_of(examples: Sequence[Any]) -> torch.device:
     """The device of the examples' tensors. Raises ``ValueError`` where there is no tensor or no single device."""
-    require_tensors(examples)
     devices = {t.device for t in tensors_in(examples)}
     if len(devices) != 1:
         names = ", ".join(sorted(map(str, devices))) or "none"
