@@ -16,6 +16,8 @@ __all__ = ["RankMismatch", "agree", "difference", "gather", "named_ranks", "rece
 class RankMismatch(RuntimeError):
     """Ranks would compute different things; the message says which rank differs, and how.
 
+    Every rank raises it, so that none waits for another.
+
     In each of several ranks, whose models should be the same:
 
     >>> try:  # doctest: +SKIP

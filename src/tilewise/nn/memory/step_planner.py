@@ -45,7 +45,9 @@ Choices = Mapping[Key, Plan]
 
 
 class StepTooLarge(NoPlanError):
-    """No plans keep a step within its limit. ``least`` is the bytes that it needs at least, as measured.
+    """No plans keep a step within its limit, as :func:`tilewise.optimize` with a ``memory_limit`` raises it.
+
+    ``limit`` is the limit in bytes, ``least`` the bytes that the step needs at least, as measured.
 
     >>> error = tilewise.nn.StepTooLarge(2**30, least=3 * 2**30, text="the step needs 3.0 GiB at least")
     >>> error.least > 2**30, isinstance(error, tilewise.NoPlanError)

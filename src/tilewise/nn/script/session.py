@@ -236,7 +236,9 @@ def enable(
     planner: Planner | None = None,
     **options: Unpack[EnableOptions],
 ) -> Session:
-    """:func:`enabled` from now on, until :func:`disable` or another :func:`enable`. Arguments are the same.
+    """:func:`enabled` from now on, until :func:`disable` or another :func:`enable`.
+
+    Arguments and errors are those of :func:`enabled`. Returns the session, which need not be entered.
 
     >>> model, images = torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16)
     >>> session = tilewise.enable(rigor="estimate")
