@@ -229,6 +229,7 @@ def test_a_variable_that_is_wrong(tmp_path: Path) -> None:
     assert line == "ValueError: TILEWISE_ENABLE='yes': 1 or 0 would do"
 
 
+@pytest.mark.filterwarnings("ignore")  # nothing of it is to be planned
 def test_a_model_that_takes_numbers_is_planned() -> None:
     """What looks like a shape is only said to be a mistake where the model does not take it."""
 
