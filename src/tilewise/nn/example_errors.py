@@ -66,7 +66,7 @@ def _in_place_of_tensors(examples: Sequence[object]) -> str:
     leaves = [
         number for leaf in tree_leaves(list(examples)) for number in (leaf if type(leaf) is torch.Size else [leaf])
     ]
-    if leaves and all(type(leaf) is int and leaf >= 0 for leaf in leaves):
+    if len(leaves) > 1 and all(type(leaf) is int and leaf >= 0 for leaf in leaves):  # one number is no shape
         of_shape = f"a tensor of that shape would do, such as torch.randn({', '.join(map(str, leaves))})"
         return f"{shown:.80}: a shape, and no input; {of_shape:.120}"
     for leaf in leaves:
