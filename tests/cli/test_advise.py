@@ -125,7 +125,7 @@ def test_without_a_plan_it_exits_with_1(run):
         (("conv", "mb4ic3"), "oc: missing"),
         ((*GEMM, "--seconds", "0"), "--seconds"),
         ((*GEMM, "--within", "1"), "--within"),
-        ((*GEMM, "--rigor", "estimate"), "--rigor 'estimate'"),
+        ((*GEMM, "--rigor", "estimate"), "--rigor': 'estimate'"),
         ((*GEMM, "--picture", "advice.bmp"), ".png, .svg, .pdf"),
         ((*GEMM, "--picture", "no_such_folder/advice.png"), "no folder"),
         (("net", "alexnet"), "net"),

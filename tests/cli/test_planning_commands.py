@@ -209,8 +209,14 @@ def test_explain(run, check_document):
     assert by_solver["micro_batch"][0]["estimate_ms"] is None  # a split has no time of its own
     assert set(by_solver) == {solver.name for solver in solving(ConvProblem)}
     result = run("explain", LAYER, "--pass", "dgrad", *FAST)
-    for word in (*by_solver, "estimate ms", "why not", "workspace"):
+    for word in (*by_solver, "estimate ms", "varies", "workspace", "chosen"):
         assert word in result.stdout
+    answer = result.stdout.split("\n", 1)[0]
+    assert "dgrad" in answer
+    assert " were timed" in answer
+    verbose = run("explain", LAYER, "--pass", "dgrad", *FAST, "--rigor", "wisdom_only", "--verbose").stdout
+    assert verbose.count("\n") > result.stdout.count("\n")
+    assert all(word in verbose for word in ("speed-up", "spread"))
 
 
 def test_explain_measures_every_config_of_named_solvers(run, check_document):
@@ -319,10 +325,10 @@ def test_a_budget_for_all_layers(run, check_document, simulated_solvers, policy,
         assert word in result.stdout
     least = budget["least"]
     assert least == (64 if policy == "arena" else 64 * len(taken))
-    result = run(*arguments, "--total-workspace", str(least - 1))
+    result = run(*arguments, "--total-workspace", f"{least - 1}B")
     assert result.exit_code == 1
     assert f"the least total that works is {least} bytes" in result.stderr
-    assert run(*arguments, "--total-workspace", str(least)).exit_code == 0
+    assert run(*arguments, "--total-workspace", f"{least}B").exit_code == 0
 
 
 def test_time_within_a_budget(run, check_document, simulated_solvers):

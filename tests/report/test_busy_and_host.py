@@ -20,6 +20,7 @@ from tilewise.problems.conv.notation import parse_layer
 from tilewise.problems.conv.problem import ConvProblem
 from tilewise.report import tables
 from tilewise.report.documents import explain_document, time_document
+from tilewise.report.explained import Explained, explain_table
 from tilewise.report.page import page
 from tilewise.report.values import Layer, LayerResult, PassResult, summarize
 
@@ -64,7 +65,7 @@ def report_of(result: PassResult) -> Report:
 SHOWN = {
     "plan": lambda result: text_of(tables.plan_table([layer_of(result)])),
     "time": lambda result: text_of(tables.time_table([layer_of(result)])),
-    "explain": lambda result: text_of(tables.explain_table(result.candidates, result.problem.device)),
+    "explain": lambda result: text_of(explain_table(Explained(result, result.candidates))),
     "nn.report": lambda result: str(report_of(result)),
     "page": lambda result: page(
         time_document(head(result.problem.device), [layer_of(result)], summarize([layer_of(result)]), None)

@@ -6,14 +6,17 @@ import functools
 import importlib.util
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from tilewise.cli.early import check_asked, check_target
+from tilewise.cli.helped import Helped, HelpedGroup
 from tilewise.cli.program import NO_PLAN, BadInput, bad_input
-from tilewise.cli.settings import OPS, PASSES, TASKS, Asked, planning_options
+from tilewise.cli.settings import BATCH_OF_LAYER, MEASURING, OPS, PASSES, TASKS, Asked, planning_options
+from tilewise.problems.texts.recurrent import CELLS
 
 if TYPE_CHECKING:
     from tilewise.advice import Advice, Sweep
@@ -22,8 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-CELLS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
-"""Spelled out as in ``cli.settings``: what owns them imports torch, and a test holds them equal."""
 SIZE_SHARE, BATCH_SHARE, SECONDS = 0.10, 0.25, 30.0
 PICTURES = (".png", ".svg", ".pdf")
 STEPS, LEAST_STEPS = 128, 4
@@ -83,7 +84,7 @@ def wanted_options(function: Function) -> Function:
     return decorated
 
 
-@click.group("advise")
+@click.group("advise", cls=HelpedGroup, short_help="Say which sizes near those of a layer are the fastest.")
 def command() -> None:
     """Say which sizes near those of a layer give the most samples a second, and why.
 
@@ -91,7 +92,21 @@ def command() -> None:
     """
 
 
-@command.command("rnn")
+RNN_EXAMPLES = (
+    ("tilewise advise rnn --hidden 1760 --batch 64", "Hidden units near 1760 and mini-batches near 64."),
+    ("tilewise advise rnn lstm:t99n16i64h64 --seconds 10", "A layer given as text, for ten seconds."),
+)
+GEMM_EXAMPLES = (
+    ("tilewise advise gemm 64x1760:1760x1760", "Rows, columns and depth near these."),
+    ("tilewise advise gemm 64x1760:1760x1760 --pass nt --picture rates.png", "A layer's forward alone, drawn."),
+)
+CONV_EXAMPLES = (
+    ("tilewise advise conv mb32ic64ih28oc64kh3ph1", "Channels, image and mini-batch near these."),
+    ("tilewise advise conv mb32ic64ih28oc64kh3ph1 --within 0.2 --json", "Look further, and print a document."),
+)
+
+
+@command.command("rnn", cls=Helped, examples=RNN_EXAMPLES)
 @click.argument("text", metavar="[RNN]", required=False)
 @click.option("--hidden", type=click.IntRange(min=1), metavar="N", help="Hidden units.")
 @click.option("--cell", type=click.Choice(CELLS), help="The cell.  [default: lstm]")
@@ -102,7 +117,7 @@ def command() -> None:
 @click.option("--directions", type=click.IntRange(1, 2), metavar="N", help="1, or 2 for both.  [default: 1]")
 @click.option("--pass", "task", type=click.Choice(TASKS), default=TASKS[1], show_default=True, help="What is computed.")
 @wanted_options
-@planning_options
+@planning_options(batch="the text's n", without=("layout",), rigors=MEASURING)
 @click.pass_context
 def rnn(
     ctx: click.Context, /, text: str | None, task: str, wanted: Wanted, begun: float, settings: Asked, **sizes: Any
@@ -112,28 +127,35 @@ def rnn(
     The layer is given by --hidden and --batch, or as text such as lstm:t99n16i64h64. Samples are sequences. An input as
     wide as the state stays so.
     """
+    check_asked(settings)
+    if text is not None:
+        check_target(text, settings, (task,), "rnn")
+    text, settings = layer_text(text, task, settings, sizes)
+
     from tilewise.advice import recurrent_layer
     from tilewise.cli.target import recurrent_target
 
-    text, settings = layer_text(text, task, settings, sizes)
     target = recurrent_target(text, settings, (task,))
     problem: Any = target.layers[0].problems[0]
     sweep = recurrent_layer(problem, size_share=wanted.within, batch_share=wanted.batch_within)
     show_advice(ctx, target, sweep, settings, wanted, begun)
 
 
-@command.command("gemm")
+@command.command("gemm", cls=Helped, examples=GEMM_EXAMPLES)
 @click.argument("text", metavar="MxK:KxN")
 @click.option("--pass", "ops", type=click.Choice(OPS), multiple=True,
               help="How the operands are stored; may be repeated.  [default: nn, nt and tn]")  # fmt: skip
 @wanted_options
-@planning_options
+@planning_options(without=("layout", "batch"), rigors=MEASURING)
 @click.pass_context
 def gemm(ctx: click.Context, text: str, ops: tuple[str, ...], wanted: Wanted, begun: float, settings: Asked) -> None:
     """Advise on the sizes of a matrix product such as 64x1760:1760x1760.
 
     Rows (M) are the mini-batch and the samples, columns (N) and depth (K) widths of layers.
     """
+    check_asked(settings)
+    check_target(text, settings, ops, "gemm")
+
     from tilewise.advice import product
     from tilewise.cli.target import product_target
 
@@ -143,18 +165,21 @@ def gemm(ctx: click.Context, text: str, ops: tuple[str, ...], wanted: Wanted, be
     show_advice(ctx, target, sweep, settings, wanted, begun)
 
 
-@command.command("conv")
+@command.command("conv", cls=Helped, examples=CONV_EXAMPLES)
 @click.argument("text", metavar="LAYER")
 @click.option("--pass", "passes", type=click.Choice(PASSES), multiple=True,
               help="Which passes are computed; may be repeated.  [default: all three]")  # fmt: skip
 @wanted_options
-@planning_options
+@planning_options(batch=BATCH_OF_LAYER, rigors=MEASURING)
 @click.pass_context
 def conv(ctx: click.Context, text: str, passes: tuple[str, ...], wanted: Wanted, begun: float, settings: Asked) -> None:
     """Advise on channels, image and mini-batch of a layer such as mb32ic64ih28oc64kh3ph1.
 
     Samples are images.
     """
+    check_asked(settings)
+    check_target(text, settings, passes, "conv")
+
     from tilewise.advice import convolution
     from tilewise.cli.target import layer_target
 
@@ -166,11 +191,6 @@ def conv(ctx: click.Context, text: str, passes: tuple[str, ...], wanted: Wanted,
 
 def layer_text(text: str | None, task: str, settings: Asked, sizes: dict[str, Any]) -> tuple[str, Asked]:
     """The recurrent layer as text, and the settings that go with it. Raises :class:`BadInput`."""
-    from dataclasses import replace
-
-    from tilewise.problems.recurrent.notation import format_recurrent
-    from tilewise.problems.recurrent.problem import RecurrentProblem
-
     given = [name for name, value in sizes.items() if value is not None]
     if text is not None:
         for name in given:
@@ -179,6 +199,9 @@ def layer_text(text: str | None, task: str, settings: Asked, sizes: dict[str, An
     for name, value in (("hidden", sizes["hidden"]), ("batch", settings.batch)):
         if value is None:
             raise BadInput(f"--{name}: missing; --hidden 1760 --batch 64, or text such as lstm:t99n16i64h64, would do")
+    from tilewise.problems.recurrent.notation import format_recurrent
+    from tilewise.problems.recurrent.problem import RecurrentProblem
+
     hidden: int = sizes["hidden"]
     with bad_input():
         one_step = RecurrentProblem(
@@ -203,11 +226,8 @@ def show_advice(
     from tilewise.advice import NoAdviceError, advise
     from tilewise.advice.search import Clock
     from tilewise.planner import Planner
-    from tilewise.planner.options import MEASURING
-    from tilewise.report.console import time_bar
+    from tilewise.report.progress import time_bar
 
-    if settings.rigor not in MEASURING:
-        raise BadInput(f"--rigor {settings.rigor!r}: advice is measured; {' or '.join(MEASURING)} would do")
     options, clock = settings.options(), Clock(wanted.seconds, begun)
     head = _head(target, settings)
     written = functools.partial(_write, head=head, wanted=wanted)

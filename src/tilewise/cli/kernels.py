@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tilewise.cli.early import check_asked
+from tilewise.cli.helped import Example, Helped, HelpedGroup
 from tilewise.cli.program import INTERRUPTED, BadInput, bad_input
-from tilewise.cli.settings import Asked, compiling_options
+from tilewise.cli.settings import Asked, planning_options
 
 if TYPE_CHECKING:
     from tilewise.kernels.building.target import Architecture
@@ -37,7 +39,27 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 OUTPUT = click.option("-o", "--output", metavar="PACK", required=True, type=FILE, help="The pack to write.")
 
 
-@click.group("kernels")
+EXAMPLES: dict[str, tuple[Example, ...]] = {
+    "build": (
+        ("tilewise kernels build resnet50 --arch sm_90 -o h100.pack", "For a GPU that need not be here."),
+        ("tilewise kernels build layers.txt -o layers.pack", "For the layers that a file lists."),
+    ),
+    "export": (
+        ("tilewise kernels export -o mine.pack", "All that was compiled here."),
+        ("tilewise kernels export -o /media/usb/mine.pack", "The same, to carry to an equal machine."),
+    ),
+    "import": (
+        ("tilewise kernels import mine.pack --trust", "Take the kernels of a pack that you made."),
+        ("tilewise kernels import h100.pack --trust --arch sm_90", "For a GPU that is not here yet."),
+    ),
+    "list": (
+        ("tilewise kernels list", "What is compiled here."),
+        ("tilewise kernels list mine.pack --json", "What a pack holds, as a document."),
+    ),
+}
+
+
+@click.group("kernels", cls=HelpedGroup, short_help="Compile kernels ahead, and carry them between machines.")
 def command() -> None:
     """Compile kernels ahead, and carry compiled ones between equal machines.
 
@@ -45,7 +67,7 @@ def command() -> None:
     """
 
 
-@command.command("build")
+@command.command("build", cls=Helped, examples=EXAMPLES["build"])
 @click.argument("targets", metavar="[NET|LAYER|KEY|FILE]...", nargs=-1)
 @click.option(
     "--arch",
@@ -54,7 +76,7 @@ def command() -> None:
     "[default: the GPU here, else cpu]",
 )
 @OUTPUT
-@compiling_options
+@planning_options(without=("device", "share_with"))
 def build(targets: tuple[str, ...], arch: str | None, output: Path, settings: Asked) -> None:
     """Compile what planning would try, without running anything, and write it to PACK.
 
@@ -66,9 +88,10 @@ def build(targets: tuple[str, ...], arch: str | None, output: Path, settings: As
     from tilewise.kernels.building.target import Architecture
     from tilewise.kernels.packs import carry, here
     from tilewise.planner.search.foreseen import compile_all, to_compile
-    from tilewise.report.console import progress_bar
+    from tilewise.report.progress import progress_bar
 
     _check_folder(output)
+    check_asked(settings)
     name = arch or next(iter(here.architectures()), "cpu")
     with bad_input("--arch"):
         architecture = None if name == "cpu" else Architecture.named(name)
@@ -93,12 +116,12 @@ def build(targets: tuple[str, ...], arch: str | None, output: Path, settings: As
     click.echo(written_text(manifest, output))
 
 
-@command.command("export")
+@command.command("export", cls=Helped, examples=EXAMPLES["export"])
 @OUTPUT
 def export(output: Path) -> None:
     """Write all kernels that were compiled here to PACK, to carry to an equal machine."""
     from tilewise.kernels.packs import carry
-    from tilewise.report.console import progress_bar
+    from tilewise.report.progress import progress_bar
 
     _check_folder(output)
     with interruptible(f"{output} is as it was"), pack_errors(output, "written"):
@@ -108,7 +131,7 @@ def export(output: Path) -> None:
     click.echo(written_text(manifest, output))
 
 
-@command.command("import")
+@command.command("import", cls=Helped, examples=EXAMPLES["import"])
 @click.argument("packs", metavar="PACK...", nargs=-1, required=True, type=FILE)
 @click.option("--trust", is_flag=True, help="You trust whoever made PACK to run code here.")
 @click.option(
@@ -127,7 +150,7 @@ def import_packs(packs: tuple[Path, ...], trust: bool, arch: tuple[str, ...]) ->
         click.echo(imported_text(take_kernels(pack, trust, wanted), pack))
 
 
-@command.command("list")
+@command.command("list", cls=Helped, examples=EXAMPLES["list"])
 @click.argument("pack", required=False, type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/kernels) instead of a table.")
 def list_kernels(pack: Path | None, as_json: bool) -> None:
@@ -136,7 +159,7 @@ def list_kernels(pack: Path | None, as_json: bool) -> None:
     from tilewise.machine.cache import kernel_dir
     from tilewise.report.console import show, show_json
     from tilewise.report.documents import kernels_document
-    from tilewise.report.tables import kernels_table
+    from tilewise.report.stores import kernels_table
 
     place = str(kernel_dir() if pack is None else pack)
     with pack_errors(Path(place), "read"):
@@ -151,7 +174,7 @@ def take_kernels(pack: Path, trust: bool, architectures: tuple[str, ...] = ()) -
     """Import a pack, showing progress. Raises :class:`BadInput` where it is refused, with the reason."""
     from tilewise.kernels.packs.archive import opened
     from tilewise.kernels.packs.carry import import_pack
-    from tilewise.report.console import progress_bar
+    from tilewise.report.progress import progress_bar
 
     then = "what was copied until now is whole; the same command copies the rest"
     with interruptible(then), pack_errors(pack, "imported"):
@@ -279,7 +302,7 @@ def _problems(targets: tuple[str, ...], settings: Asked, architecture: Architect
     """The problems that ``targets`` pose on the device, each once. Raises :class:`BadInput`."""
     from tilewise.frontends.networks import builtin_networks
     from tilewise.machine.device import conv_precision
-    from tilewise.report.console import progress_bar
+    from tilewise.report.progress import progress_bar
 
     device = "cpu" if architecture is None else f"cuda:{architecture.name}"
     precision = settings.precision or ("ieee" if architecture is None else conv_precision())

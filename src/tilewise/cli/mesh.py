@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from tilewise.cli.early import kind_of_text
 from tilewise.cli.program import BadInput, bad_input
 from tilewise.cli.settings import DEFAULT_BATCH, Asked
 
@@ -120,10 +121,9 @@ def plan_mesh(
     from tilewise.machine.torch_state import framework_flags
     from tilewise.planner import Schedule
     from tilewise.problems.base import DTYPES
-    from tilewise.problems.conv.notation import looks_like_layer
-    from tilewise.report.console import progress_bar
+    from tilewise.report.progress import progress_bar
 
-    if looks_like_layer(target):
+    if kind_of_text(target):
         raise BadInput(f"--gpus: a mesh is of a network's step, and {target!r} is a layer; NET would do")
     if mesh.gpus is None:
         raise BadInput("--gpus: how many? --gpus 4 would do")

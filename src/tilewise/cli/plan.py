@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from tilewise.cli.batch_file import is_batch_file, read_batch
+from tilewise.cli.early import check_asked, check_budget, check_target
+from tilewise.cli.helped import Helped
 from tilewise.cli.mesh import MeshAsked, mesh_options, plan_mesh
 from tilewise.cli.program import NO_PLAN, BadInput
 from tilewise.cli.settings import (
@@ -22,18 +25,24 @@ from tilewise.cli.settings import (
 
 if TYPE_CHECKING:
     from tilewise.cli.whole_step import Found
-    from tilewise.nn.budget import Divided
+    from tilewise.nn.budget import Budget, Divided
     from tilewise.planner import Planner, Schedule
 
 __all__ = ["command"]
 
 
-@click.command("plan")
-@click.argument("target", metavar="NET|LAYER|PRODUCT|RNN")
+EXAMPLES = (
+    ("tilewise plan resnet18 --batch 8 -o resnet18.json", "Plan a network, and keep its schedule for programs."),
+    ("tilewise plan mb32ic64ih28oc64kh3ph1 --workspace 64MiB", "Plan one layer within 64 MiB of workspace."),
+)
+
+
+@click.command("plan", cls=Helped, examples=EXAMPLES, short_help="Find the fastest plan of every layer and pass.")
+@click.argument("target", metavar="NET|LAYER|PRODUCT|RNN|FILE")
 @passes_option
 @shared_option("memory_limit")
 @click.option("--max-batch", is_flag=True, help="Find the largest mini-batch that keeps --memory-limit, and plan that.")
-@planning_options
+@planning_options()
 @devices_option
 @budget_options
 @mesh_options
@@ -43,26 +52,21 @@ __all__ = ["command"]
     "-o", "--output", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write the document to FILE."
 )
 @click.option("--candidates", is_flag=True, help="In the document, what was tried and why it lost.")
-@click.option("--fronts", is_flag=True, help="In the document, the front of time and workspace; measures more.")
+@click.option("--fronts", is_flag=True, help="The front of time and workspace of each pass; measures more.")
 @click.pass_context
 def command(
     ctx: click.Context,
-    target: str,
-    passes: tuple[str, ...],
-    memory_limit: str | None,
-    max_batch: bool,
-    settings: Asked,
-    devices: str | None,
-    total_workspace: str | None,
-    policy: str | None,
-    mesh: MeshAsked,
-    goal: str,
+    /,
     as_json: bool,
     output: str | None,
     candidates: bool,
     fronts: bool,
+    **asked: Any,
 ) -> None:
-    """Find and print a plan for every layer and pass of NET or LAYER.
+    """Find and print a plan for every layer and pass of NET or LAYER, or of the layers that FILE lists.
+
+    FILE has one layer a line, as benchdnn's --batch= reads it, with comments behind # and options such as --mb=8 or
+    --dir=BWD_D that hold from their line on. Its plans are timed, and the least and the median are printed.
 
     With --goal step, which is what holds where nothing is said, torch's own choice stays where a network's training
     step does not gain from a plan. Every pass decides for itself for a single layer, with --pass, --total-workspace or
@@ -77,32 +81,73 @@ def command(
     """
     report = PlanReport(as_json, output, candidates, fronts)
     report.check()
-    if max_batch and memory_limit is None:
-        raise BadInput("--max-batch: of which limit? --memory-limit 16GiB would do")
-    options = settings.options()
-    budget = settings.budget(total_workspace, policy)
-    mesh.check()
-    if mesh.gpus is not None:
-        others = {"--pass": passes, "--max-batch": max_batch, "--total-workspace": budget, "-o": output}
-        others |= {"--candidates": candidates, "--fronts": fronts}
-        refuse_with_mesh(others)
-        planner = make_planner(devices, settings.torch_device())
-        ctx.exit(run_mesh(target, mesh, settings, planner, memory_limit, as_json))
-    if budget is not None and memory_limit is not None:
-        raise BadInput("--total-workspace: --memory-limit gives every kernel its own limit; leave one of them out")
-
-    from tilewise.cli.planning import divide_target
-    from tilewise.cli.target import resolve
-    from tilewise.cli.whole_step import plan_asked
-
-    resolved = resolve(target, settings, passes)
-    planner = make_planner(devices, resolved.device)
-    divided = divide_target(resolved, options, planner, budget)
-    by_step = goal == "step" and not passes and budget is None
-    most = passes if max_batch else None
-    found = plan_asked(resolved, options, planner, divided, memory_limit, most, by_step=by_step)
-    if report.write(found, divided, settings, planner):
+    if PlanAsked(**asked).carry_out(report):
         ctx.exit(NO_PLAN)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAsked:
+    """What is to be planned, and how."""
+
+    target: str
+    passes: tuple[str, ...]
+    memory_limit: str | None
+    max_batch: bool
+    settings: Asked
+    devices: str | None
+    total_workspace: str | None
+    policy: str | None
+    mesh: MeshAsked
+    goal: str
+
+    def check(self) -> None:
+        """Raise :class:`BadInput` for what can be told to be wrong without torch."""
+        if self.max_batch and self.memory_limit is None:
+            raise BadInput("--max-batch: of which limit? --memory-limit 16GiB would do")
+        self.mesh.check()
+        if self.total_workspace is not None and self.memory_limit is not None:
+            raise BadInput("--total-workspace: --memory-limit gives every kernel its own limit; leave one of them out")
+        check_asked(self.settings)
+        check_budget(self.total_workspace, self.policy)
+        if not is_batch_file(self.target):
+            check_target(self.target, self.settings, self.passes)
+            return
+        for flag, value in (("--memory-limit", self.memory_limit), ("--gpus", self.mesh.gpus)):
+            if value is not None:
+                raise BadInput(f"{flag}: it is of a network's step, and {self.target!r} lists layers; NET would do")
+        read_batch(self.target, self.settings, self.passes)
+
+    def carry_out(self, report: PlanReport) -> int:
+        """Plan and report; how many passes have no plan. Raises :class:`BadInput`."""
+        self.check()
+        budget = self.settings.budget(self.total_workspace, self.policy)
+        if is_batch_file(self.target):
+            from tilewise.cli.plan_file import plan_file
+
+            return plan_file(self.target, self.settings, self.passes, self.devices, budget, report)
+        if self.mesh.gpus is not None:
+            return self._compare_meshes(budget, report)
+
+        from tilewise.cli.planning import divide_target
+        from tilewise.cli.target import resolve
+        from tilewise.cli.whole_step import plan_asked
+
+        options = self.settings.options()
+        resolved = resolve(self.target, self.settings, self.passes)
+        planner = make_planner(self.devices, resolved.device)
+        divided = divide_target(resolved, options, planner, budget)
+        by_step = self.goal == "step" and not self.passes and budget is None
+        most = self.passes if self.max_batch else None
+        found = plan_asked(resolved, options, planner, divided, self.memory_limit, most, by_step=by_step)
+        return report.write(found, divided, self.settings, planner)
+
+    def _compare_meshes(self, budget: Budget | None, report: PlanReport) -> int:
+        """Compare meshes of GPUs; 1 where none can be used."""
+        others = {"--pass": self.passes, "--max-batch": self.max_batch, "--total-workspace": budget}
+        others |= {"-o": report.output, "--candidates": report.candidates, "--fronts": report.fronts}
+        refuse_with_mesh(others)
+        planner = make_planner(self.devices, self.settings.torch_device())
+        return run_mesh(self.target, self.mesh, self.settings, planner, self.memory_limit, report.as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,33 +164,60 @@ class PlanReport:
         if self.output is not None and not Path(self.output).absolute().parent.is_dir():
             raise BadInput(f"-o: {self.output!r} lies in no folder that there is")
 
+    @property
+    def writes(self) -> bool:
+        """Whether there is a document."""
+        return self.as_json or self.output is not None
+
     def write(self, found: Found, divided: Divided, settings: Asked, planner: Planner) -> int:
         """Print and write what was ``found``; how many passes have no plan."""
-        from tilewise.cli.planning import head, schedule_of
-        from tilewise.report.console import show, show_json
-        from tilewise.report.tables import budget_table, compared_text, heading, memory_text, plan_table, summary_text
+        from tilewise.cli.planning import head, with_fronts
+        from tilewise.report.console import show
+        from tilewise.report.tables import (
+            budget_table,
+            compared_text,
+            front_table,
+            heading,
+            memory_text,
+            plan_table,
+            summary_text,
+        )
         from tilewise.report.values import summarize
 
+        unplanned = self.write_document(found, divided, settings, planner)
+        if self.as_json:
+            return unplanned
         options, budget = settings.options(), divided.facts["budget"]
-        summary = summarize(found.results)
-        if self.as_json or self.output is not None:
+        top, summary = head(found.target, settings, options), summarize(found.results)
+        show(heading(top), plan_table(found.results), "", summary_text(summary))
+        if self.fronts:
+            show("", front_table(with_fronts(found.target, found.results, options, planner, divided.limits)))
+        if budget is not None:
+            show("", budget_table(budget))
+        if found.step is not None:
+            show("", memory_text(found.step, found.largest))
+        if found.compared is not None:
+            show("", compared_text(found.compared))
+        return unplanned
+
+    def write_document(self, found: Found, divided: Divided, settings: Asked, planner: Planner) -> int:
+        """Print and write the document of what was ``found``, where one is asked for; how many passes have no plan."""
+        from tilewise.cli.planning import schedule_of
+        from tilewise.report.console import show_json
+        from tilewise.report.values import summarize
+
+        if self.writes:
+            options = settings.options()
             schedule = schedule_of(
                 found.target, settings, options, found.results, planner, fronts=self.fronts, candidates=self.candidates
             )
-            schedule = replace(schedule, budget=budget, step_memory=found.step, largest_batch=found.largest)
+            facts = {"budget": divided.facts["budget"], "step_memory": found.step, "largest_batch": found.largest}
+            schedule = replace(schedule, **facts)
             if self.output is not None:
                 save(schedule, self.output)
             if self.as_json:
                 show_json(schedule.to_json())
-        if not self.as_json:
-            show(heading(head(found.target, settings, options)), plan_table(found.results), "", summary_text(summary))
-            if budget is not None:
-                show("", budget_table(budget))
-            if found.step is not None:
-                show("", memory_text(found.step, found.largest))
-            if found.compared is not None:
-                show("", compared_text(found.compared))
-        return summary.unplanned
+        return summarize(found.results).unplanned
 
 
 def refuse_with_mesh(others: dict[str, object]) -> None:

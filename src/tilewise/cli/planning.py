@@ -27,16 +27,16 @@ from tilewise.nn.step.compare import why_not_compared
 from tilewise.nn.step.pairs import LEAST_PAIRS, WARM
 from tilewise.nn.step.result import StepReport
 from tilewise.nn.step.search import NOTE
-from tilewise.plan import Measurement
+from tilewise.plan import Measurement, Plan
 from tilewise.planner import NoPlanError, Options, Planner, Schedule
 from tilewise.planner.caches.measurements import baselines
 from tilewise.planner.schedules.follow import entry_of, follow
 from tilewise.planner.schedules.results import with_times
 from tilewise.planner.schedules.schedule import with_tried
 from tilewise.problems.base import Problem
-from tilewise.report.console import progress_bar
-from tilewise.report.layer_time import time_pass
+from tilewise.report.layer_time import time_pass, time_runs
 from tilewise.report.network_time import time_training_steps
+from tilewise.report.progress import progress_bar
 from tilewise.report.values import LayerResult, NetworkTime, PassResult
 from tilewise.settings import Settings
 
@@ -49,9 +49,11 @@ __all__ = [
     "explain_target",
     "head",
     "plan_target",
+    "run_times",
     "schedule_of",
     "time_results",
     "time_training",
+    "with_fronts",
 ]
 
 
@@ -212,6 +214,44 @@ def time_results(
             progress(_progress_text(target, problem))
             timed[problem] = time_pass(each, deterministic, iterations)
     return [replace(result, passes=tuple(timed[each.problem] for each in result.passes)) for result in results]
+
+
+def run_times(target: Target, results: list[LayerResult], deterministic: bool) -> dict[Problem, list[float]]:
+    """Milliseconds of each run of the plan of every distinct problem; none where there is no plan."""
+    distinct = {each.problem: each for result in results for each in result.passes}
+    times: dict[Problem, list[float]] = {}
+    with progress_bar("timing", len(distinct)) as progress:
+        for problem, each in distinct.items():
+            progress(_progress_text(target, problem))
+            times[problem] = time_runs(each, deterministic)
+    return times
+
+
+def with_fronts(
+    target: Target,
+    results: list[LayerResult],
+    options: Options,
+    planner: Planner,
+    limits: Mapping[Any, int] | None = None,
+) -> list[LayerResult]:
+    """``results`` with the front of time and workspace of every distinct problem; empty where nothing keeps the limit.
+
+    ``limits`` are workspaces of single problems, in place of the options'.
+    """
+    limit_of = limits or {}
+    found: dict[Problem, tuple[Plan, ...]] = {}
+    distinct = dict.fromkeys(each.problem for result in results for each in result.passes)
+    with progress_bar("fronts", len(distinct)) as progress:
+        for problem in distinct:
+            progress(_progress_text(target, problem))
+            within = replace(options, workspace=limit_of.get(problem, options.workspace))
+            try:
+                found[problem] = planner.front(problem, within)
+            except NoPlanError:
+                found[problem] = ()
+    return [
+        replace(one, passes=tuple(replace(each, front=found[each.problem]) for each in one.passes)) for one in results
+    ]
 
 
 def time_training(

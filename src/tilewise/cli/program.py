@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,10 +14,13 @@ from typing import Any
 
 import click
 
+from tilewise.cli.helped import HelpedGroup
+
 __all__ = [
     "BAD_INPUT",
     "INTERRUPTED",
     "NO_PLAN",
+    "PIPE_CLOSED",
     "Program",
     "bad_input",
     "enough_memory",
@@ -26,11 +31,13 @@ __all__ = [
 COMMANDS = ("plan", "time", "explain", "advise", "report", "run", "wisdom", "kernels", "info", "schema", "caffe")
 """Each is ``command`` in the module of its name, in the order ``--help`` lists them."""
 NO_PLAN, BAD_INPUT, INTERRUPTED = 1, 2, 130
+PIPE_CLOSED = 141
+"""What shells report of a program that ended because nobody read on (128 and the number of SIGPIPE)."""
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "Storage size calculation overflowed")
 """What torch says when memory runs out, by device and by how much was asked for."""
 
 
-class Program(click.Group):
+class Program(HelpedGroup):
     """A group that imports a command's module only when asked for it.
 
     Errors are one line each on stderr; the process exits with 2 for bad input, 130 when interrupted.
@@ -72,15 +79,36 @@ class Program(click.Group):
             with warnings.catch_warnings():
                 warnings.showwarning = _show_warning
                 code = run()
+            _flush()
         except click.ClickException as error:
             click.echo(f"tilewise: {one_line(error.format_message())}{_where_to_look(error)}", err=True)
             code = error.exit_code
         except click.Abort:
             click.echo("tilewise: interrupted", err=True)
             code = INTERRUPTED
+        except BrokenPipeError:  # whoever read the output has seen enough: no error to them
+            _leave_stdout()
+            code = PIPE_CLOSED
         if callable(code):  # a program of somebody else's: its errors and warnings are its own
             code = code()
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _flush() -> None:
+    """Write out what waits, here where an error is still told. Raises ``ClickException`` where the disk is full."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _leave_stdout()
+        raise click.ClickException(f"stdout cannot be written: {error.strerror}") from error
+
+
+def _leave_stdout() -> None:
+    """Let what still waits for stdout go nowhere: Python would try once more to write it as it ends."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

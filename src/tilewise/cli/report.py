@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import click
 
+from tilewise.cli.helped import Helped
 from tilewise.cli.program import BadInput, bad_input
 from tilewise.machine.files import whole_file
 from tilewise.plan import format_bytes
@@ -21,7 +22,13 @@ LARGEST = 64 * 2**20
 """Bytes of a document that is read; one of a large network with everything that was tried has a few million."""
 
 
-@click.command("report")
+EXAMPLES = (
+    ("tilewise report net.json", "Write net.html beside what 'tilewise time NET --json' printed."),
+    ("tilewise plan alexnet --json | tilewise report - -o net.html", "From one command into the next."),
+)
+
+
+@click.command("report", cls=Helped, examples=EXAMPLES, short_help="Make an HTML page of a document.")
 @click.argument("schedule", metavar="SCHEDULE", type=click.Path(path_type=Path, allow_dash=True))
 @click.option(
     "-o",
@@ -37,15 +44,16 @@ def command(schedule: Path, output: Path | None) -> None:
     time against workspace, memory and budgets. That of advice shows what to pick, why, and curves of TFLOP/s. A page
     asks the network for nothing and can be sent to anybody. SCHEDULE '-' is stdin.
     """
-    from tilewise.report.page import page
-
     name = "stdin" if str(schedule) == "-" else str(schedule)
     if output is None:
         output = Path("-") if name == "stdin" else schedule.with_suffix(".html")
     if output == schedule and name != "stdin":
         raise BadInput(f"-o: {str(output)!r} is SCHEDULE itself; another name would do")
     with bad_input(f"SCHEDULE: {name!r}"):
-        text = page(_parsed(_read(schedule, name)))
+        document = _parsed(_read(schedule, name))
+        from tilewise.report.page import page  # imports torch: not for a document that is none
+
+        text = page(document)
     if str(output) == "-":
         _print(text)
         return

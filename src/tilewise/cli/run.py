@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from tilewise.cli.early import check_solvers
+from tilewise.cli.helped import Helped
 from tilewise.cli.program import BadInput, one_line
 from tilewise.cli.settings import enabling_options, excluded_names, sharing_devices, workspace_bytes
 
@@ -28,7 +30,19 @@ JOINED = re.compile(r"([^WXmc]*)([WXmc]?)(.*)", re.DOTALL)
 """Letters of options, one that ends them, and its argument."""
 
 
-@click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+EXAMPLES = (
+    ("tilewise run train.py --epochs 2", "Run a program with its layers planned, in the background."),
+    ("tilewise run --report --wait -m package.train", "Plan before it goes on, and say what was planned at the end."),
+)
+
+
+@click.command(
+    "run",
+    cls=Helped,
+    examples=EXAMPLES,
+    short_help="Run a program with its layers planned.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
 @enabling_options
 @click.option("--report", "tell", is_flag=True, help="Print what was planned to stderr when the program ends.")
@@ -45,6 +59,7 @@ def command(as_module: bool, tell: bool, script: str, arguments: tuple[str, ...]
             raise BadInput(one_line(f"SCRIPT={script!r}: no such file; with -m it may be a module's name"))
         if script.startswith("-"):
             raise BadInput(one_line(f"SCRIPT={script!r}: python takes it for an option; ./{script} would do"))
+    check_solvers("--exclude", given["exclude"])
     options = {name: value for name, value in given.items() if value is not None}
     if names := excluded_names(options.pop("exclude")):  # without any: the environment's
         options["exclude"] = names

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tilewise.cli.program import BadInput, bad_input, enough_memory
+from tilewise.cli.program import bad_input, enough_memory
+from tilewise.cli.sizes import checked_size
+from tilewise.plan import parse_bytes
 from tilewise.settings import OPTIONS, Option
-from tilewise.settings.kinds import Choice, Count, Flag, Names, Share
+from tilewise.settings.kinds import Choice, Count, Flag, MemorySize, Names, Share, Size
 
 if TYPE_CHECKING:
     import torch
@@ -20,13 +22,14 @@ if TYPE_CHECKING:
     from tilewise.planner import Options, Planner
 
 __all__ = [
+    "BATCH_OF_LAYER",
     "DEFAULT_BATCH",
+    "MEASURING",
     "OPS",
     "PASSES",
     "TASKS",
     "Asked",
     "budget_options",
-    "compiling_options",
     "devices_option",
     "enabling_options",
     "excluded_names",
@@ -46,28 +49,32 @@ PRECISIONS = ("ieee", "tf32")
 DTYPES = ("fp32", "bf16", "fp16")
 LAYOUTS = ("contiguous", "channels_last")
 PASSES = ("fprop", "dgrad", "wgrad")
+MEASURING = ("measure", "patient")
+"""The rigors that measure."""
 OPS = ("nn", "nt", "tn", "tt")
 """A product's passes: how its operands are stored."""
 TASKS = ("inference", "training")
 """Passes of a recurrent layer, a pooling or a normalization: its forward, or forward and backward as one."""
 DEFAULT_BATCH = 32
+BATCH_OF_NETWORK = f"{DEFAULT_BATCH} for a network, a layer's own mb"
+BATCH_OF_LAYER = "the layer's own mb"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What the user asked for, as given; each method says it in the terms of the module it is for."""
 
-    batch: int | None
-    device: str | None
-    precision: str | None
-    workspace: str | None
-    batch_sizes: str
-    rigor: str
-    dtype: str
-    layout: str
-    deterministic: bool
-    exclude: tuple[str, ...]
-    share_with: tuple[str, ...]
+    batch: int | None = None
+    device: str | None = None
+    precision: str | None = None
+    workspace: str | None = None
+    batch_sizes: str = OPTIONS["batch_sizes"].default
+    rigor: str = OPTIONS["rigor"].default
+    dtype: str = "fp32"
+    layout: str = "contiguous"
+    deterministic: bool = False
+    exclude: tuple[str, ...] = ()
+    share_with: tuple[str, ...] = ()
 
     def options(self) -> Options:
         """The planner's options. Raises :class:`BadInput`."""
@@ -83,11 +90,8 @@ class Asked:
     def budget(self, total_workspace: str | None, policy: str | None) -> Budget | None:
         """The budget of all kernels together, if one was given. Raises :class:`BadInput`."""
         if total_workspace is None:
-            if policy is not None:
-                raise BadInput(f"--policy {policy!r}: it divides a --total-workspace; give one, such as 120MiB")
             return None
         from tilewise.nn.budget import make_budget
-        from tilewise.plan import parse_bytes
 
         with bad_input():
             total = parse_bytes(total_workspace, "--total-workspace")
@@ -162,31 +166,30 @@ def make_planner(devices: str | None, device: torch.device) -> Planner:
         return planner
 
 
-def planning_options(function: Function) -> Function:
-    """Add the shared options; the command receives them as ``settings``."""
-    return _with_options(function, _options())
+def planning_options(
+    *, batch: str = BATCH_OF_NETWORK, without: Collection[str] = (), rigors: tuple[str, ...] = ()
+) -> Callable[[Function], Function]:
+    """A decorator that adds the shared options but those ``without``; the command receives them as ``settings``.
 
+    ``batch`` says which mini-batch holds where none is given. ``rigors`` are the only ones that make sense, if not all
+    do.
+    """
+    options = {name: option for name, option in _options(batch, rigors).items() if name not in without}
 
-def compiling_options(function: Function) -> Function:
-    """Add the shared options but ``--device``, as nothing is run; the command receives them as ``settings``."""
-    return _with_options(function, [option for option in _options() if option is not _device_option])
+    def decorator(function: Function) -> Function:
+        @functools.wraps(function)  # click keeps a function's other options on the function
+        def command(**values: Any) -> Any:
+            settings = Asked(**{name: values.pop(name) for name in options})
+            with enough_memory():
+                return function(settings=settings, **values)
 
+        wrapped: Any = command
+        for option in reversed(options.values()):
+            wrapped = option(wrapped)
+        result: Function = wrapped
+        return result
 
-def _with_options(function: Function, options: list[Decorator]) -> Function:
-    """Add ``options`` to a command that receives their values as ``settings``."""
-    names = Asked.__dataclass_fields__
-
-    @functools.wraps(function)  # click keeps a function's other options on the function
-    def command(**values: Any) -> Any:
-        settings = Asked(**{name: values.pop(name, None) for name in names})
-        with enough_memory():
-            return function(settings=settings, **values)
-
-    wrapped: Any = command
-    for option in reversed(options):
-        wrapped = option(wrapped)
-    result: Function = wrapped
-    return result
+    return decorator
 
 
 def budget_options(function: Function) -> Function:
@@ -235,11 +238,11 @@ def passes_option(command: Function) -> Function:
     return option(command)
 
 
-def shared_option(name: str, *, otherwise: str | None = None) -> Decorator:
+def shared_option(name: str, *, otherwise: str | None = None, only: tuple[str, ...] = ()) -> Decorator:
     """An option of :class:`tilewise.settings.Settings` with its help, for a command to take as the argument ``name``.
 
     Where it is not given it has its default there. With ``otherwise``, which says in words what holds then, it is
-    ``None``, so that the command can tell.
+    ``None``, so that the command can tell. ``only`` are the words that may be chosen, if not all make sense.
     """
     option = OPTIONS[name]
     default = option.default if otherwise is None else None
@@ -253,30 +256,36 @@ def shared_option(name: str, *, otherwise: str | None = None) -> Decorator:
         return click.option(option.flag, multiple=True, metavar=metavar, help=help)
     help = f"{option.help}  [default: {_in_words(option) if otherwise is None else otherwise}]"
     if isinstance(option.kind, Choice):
-        return click.option(option.flag, type=click.Choice(option.choices), default=default, help=help)
+        return click.option(option.flag, type=click.Choice(only or option.choices), default=default, help=help)
     if isinstance(option.kind, Share):
         within = click.FloatRange(0, 1, min_open=True)
         return click.option(option.flag, type=within, metavar="SHARE", default=default, help=help)
     if isinstance(option.kind, Count):
         return click.option(option.flag, type=click.IntRange(min=0), metavar="N", default=default, help=help)
-    return click.option(option.flag, metavar="SIZE", default=default, help=help)
+    if isinstance(option.kind, Size | MemorySize):
+        return click.option(option.flag, metavar="SIZE", default=default, help=help, callback=checked_size)
+    raise TypeError(f"{name}: a {type(option.kind).__name__} is no option of the command line yet")
 
 
 def excluded_names(given: Iterable[str]) -> tuple[str, ...]:
     """The solvers to leave out, checked. Raises :class:`BadInput` naming the option."""
+    if not (names := tuple(given)):
+        return ()
     from tilewise.planner import Options
 
     with bad_input("--exclude"):
-        return Options(exclude=tuple(given)).exclude
+        return Options(exclude=names).exclude
 
 
 def sharing_devices(given: Iterable[str]) -> tuple[str, ...]:
     """The devices that may take shares of batches, checked. Raises :class:`BadInput` naming the option."""
+    if not (asked := tuple(given)):
+        return ()
     from tilewise.machine.places import check_present
     from tilewise.planner import Options
 
     with bad_input("--share-with"):
-        names = Options(share_with=tuple(given)).share_with
+        names = Options(share_with=asked).share_with
         check_present(names)
         return names
 
@@ -288,30 +297,28 @@ def workspace_bytes(given: str) -> int | None:
         return limit
 
 
-_device_option = click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: a GPU if there is one]")
-
-
-def _options() -> list[Decorator]:
-    """The options that say for which layers, device and precision a command plans."""
+def _options(batch: str, rigors: tuple[str, ...]) -> dict[str, Decorator]:
+    """The options that say for which layers, device and precision a command plans, by the name of their argument."""
 
     def choice(name: str, values: tuple[str, ...], default: str | None, text: str) -> Decorator:
         return click.option(name, type=click.Choice(values), default=default, show_default=bool(default), help=text)
 
-    return [
-        click.option(
-            "--batch",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help=f"Mini-batch size.  [default: {DEFAULT_BATCH} for a network, a layer's own mb]",
+    return {
+        "batch": click.option(
+            "--batch", type=click.IntRange(min=1), metavar="N", help=f"Mini-batch size.  [default: {batch}]"
         ),
-        _device_option,
-        choice("--precision", PRECISIONS, None, "Products of fp32 convolutions.  [default: as torch is set]"),
-        shared_option("workspace"),
-        shared_option("batch_sizes"),
-        shared_option("rigor"),
-        choice("--dtype", DTYPES, "fp32", "Type of the operands; a network is cast to it."),
-        choice("--layout", LAYOUTS, "contiguous", "Memory order of images, filters and outputs."),
-        shared_option("deterministic"),
-        shared_option("exclude"),
-        shared_option("share_with"),
-    ]
+        "device": click.option(
+            "--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: a GPU if there is one]"
+        ),
+        "precision": choice(
+            "--precision", PRECISIONS, None, "Products of fp32 convolutions.  [default: as torch is set]"
+        ),
+        "workspace": shared_option("workspace"),
+        "batch_sizes": shared_option("batch_sizes"),
+        "rigor": shared_option("rigor", only=rigors),
+        "dtype": choice("--dtype", DTYPES, "fp32", "Type of the operands; a network is cast to it."),
+        "layout": choice("--layout", LAYOUTS, "contiguous", "Memory order of images, filters and outputs."),
+        "deterministic": shared_option("deterministic"),
+        "exclude": shared_option("exclude"),
+        "share_with": shared_option("share_with"),
+    }

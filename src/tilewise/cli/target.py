@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tilewise.cli.early import check_target, kind_of_text
 from tilewise.cli.program import BadInput, bad_input, is_out_of_memory, one_line
 from tilewise.cli.settings import DEFAULT_BATCH, OPS, PASSES, TASKS, Asked
 
@@ -53,7 +54,6 @@ def resolve(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
     """
     found = text_target(text)
     if found is None:
-        _check_passes(text, passes, PASSES)
         return network_target(text, settings, passes)
     make, _ = found
     return make(text, settings, passes)
@@ -61,21 +61,14 @@ def resolve(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
 
 def text_target(text: str) -> tuple[Callable[[str, Asked, tuple[str, ...]], Target], str] | None:
     """What makes the target of a ``text`` that is no network's name, and its first pass; ``None`` for a network's."""
-    from tilewise.problems.conv.notation import looks_like_layer
-    from tilewise.problems.gemm.notation import looks_like_product
-    from tilewise.problems.lrn.notation import looks_like_lrn
-    from tilewise.problems.pooling.notation import looks_like_pooling
-    from tilewise.problems.recurrent.notation import looks_like_recurrent
-
-    if looks_like_pooling(text):
-        return pooling_target, TASKS[0]
-    if looks_like_lrn(text):
-        return lrn_target, TASKS[0]
-    if looks_like_product(text):
-        return product_target, OPS[0]
-    if looks_like_recurrent(text):
-        return recurrent_target, TASKS[0]
-    return (layer_target, PASSES[0]) if looks_like_layer(text) else None
+    makers = {
+        "pooling": (pooling_target, TASKS[0]),
+        "lrn": (lrn_target, TASKS[0]),
+        "gemm": (product_target, OPS[0]),
+        "rnn": (recurrent_target, TASKS[0]),
+        "conv": (layer_target, PASSES[0]),
+    }
+    return makers.get(kind_of_text(text))
 
 
 def layer_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
@@ -85,7 +78,7 @@ def layer_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Ta
     from tilewise.problems.conv.problem import Pass
     from tilewise.report.values import Layer
 
-    _check_passes(text, passes, PASSES)
+    check_target(text, settings, passes, "conv")
     with bad_input():
         layer = parse_layer(text, batch=settings.batch)
         device = settings.torch_device()
@@ -110,13 +103,9 @@ def product_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> 
     from tilewise.problems.gemm.notation import parse_product, product_name
     from tilewise.report.values import Layer
 
-    _check_passes(text, passes, OPS)
-    if settings.layout != "contiguous":
-        raise BadInput(f"--layout {settings.layout!r}: a product has contiguous rows; leave it out")
+    check_target(text, settings, passes, "gemm")
     with bad_input():
         product = parse_product(text)
-        if settings.batch not in (None, product.batch_size):
-            raise BadInput(f"--batch {settings.batch}: sizes of a product are in its text, as in 8x16x512:8x512x64")
         device = settings.torch_device()
         fields: dict[str, Any] = {
             "dtype": settings.dtype,
@@ -137,13 +126,9 @@ def recurrent_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -
     from tilewise.problems.recurrent.notation import parse_recurrent
     from tilewise.report.values import Layer
 
-    _check_passes(text, passes, TASKS)
-    if settings.layout != "contiguous":
-        raise BadInput(f"--layout {settings.layout!r}: a recurrent layer is contiguous, time first; leave it out")
+    check_target(text, settings, passes, "rnn")
     with bad_input():
         recurrent = parse_recurrent(text)
-        if settings.batch not in (None, recurrent.batch):
-            raise BadInput(f"--batch {settings.batch}: a recurrent layer's is in its text, as n16 in lstm:t9n16i8h8")
         device = settings.torch_device()
         fields: dict[str, Any] = {
             "dtype": settings.dtype,
@@ -161,7 +146,7 @@ def pooling_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> 
     """
     from tilewise.problems.pooling.notation import parse_pooling
 
-    return _of_images(text, settings, passes, "a pooling", parse_pooling)
+    return _of_images(text, settings, passes, "pooling", parse_pooling)
 
 
 def lrn_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
@@ -171,19 +156,17 @@ def lrn_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Targ
     """
     from tilewise.problems.lrn.notation import parse_lrn
 
-    return _of_images(text, settings, passes, "a normalization", parse_lrn)
+    return _of_images(text, settings, passes, "lrn", parse_lrn)
 
 
-def _of_images(text: str, settings: Asked, passes: tuple[str, ...], called: str, parse: Callable[..., Any]) -> Target:
+def _of_images(text: str, settings: Asked, passes: tuple[str, ...], kind: str, parse: Callable[..., Any]) -> Target:
     """A layer without weights that takes a batch of images, whose text ``parse`` reads, as a target."""
     from tilewise.machine.device import device_name
     from tilewise.report.values import Layer
 
-    _check_passes(text, passes, TASKS)
+    check_target(text, settings, passes, kind)
     with bad_input():
         batch = parse(text).batch
-        if settings.batch not in (None, batch):
-            raise BadInput(f"--batch {settings.batch}: that of {called} is in its text, as n{batch} in {text}")
         device = settings.torch_device()
         fields: dict[str, Any] = {
             "layout_name": settings.layout,
@@ -195,15 +178,9 @@ def _of_images(text: str, settings: Asked, passes: tuple[str, ...], called: str,
     return Target(text, batch, device, settings.set_precision(device), (layer,))
 
 
-def _check_passes(text: str, passes: tuple[str, ...], known: tuple[str, ...]) -> None:
-    """Raise :class:`BadInput` for a pass that ``text`` does not have."""
-    for name in passes:
-        if name not in known:
-            raise BadInput(f"--pass {name!r}: {text} has {', '.join(known)}")
-
-
 def network_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
     """A network with its input, on its device. Raises :class:`BadInput`."""
+    check_target(text, settings, passes, "")
     import torch
 
     from tilewise.frontends.networks import load_network

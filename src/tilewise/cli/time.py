@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
+from tilewise.cli.early import check_asked, check_budget, check_file, check_target
+from tilewise.cli.helped import Helped
 from tilewise.cli.program import NO_PLAN, BadInput, bad_input
 from tilewise.cli.settings import (
     Asked,
@@ -21,6 +23,7 @@ from tilewise.cli.settings import (
 
 if TYPE_CHECKING:
     from tilewise.planner import Options, Schedule
+    from tilewise.report.values import LayerResult, NetworkTime
 
 __all__ = ["command"]
 
@@ -28,7 +31,13 @@ INPUTS = ("batch", "dtype", "precision", "layout")
 OPTIONS = ("workspace", "batch_sizes", "rigor", "deterministic", "exclude", "share_with")
 
 
-@click.command("time")
+EXAMPLES = (
+    ("tilewise time resnet18 --batch 8", "Each layer and whole training steps, by torch and by plans."),
+    ("tilewise time mb32ic64ih28oc64kh3ph1 --fronts", "One layer, and what less workspace would cost it."),
+)
+
+
+@click.command("time", cls=Helped, examples=EXAMPLES, short_help="Time torch and the plans side by side.")
 @click.argument("target", metavar="NET|LAYER|PRODUCT|RNN")
 @passes_option
 @click.option(
@@ -44,7 +53,7 @@ OPTIONS = ("workspace", "batch_sizes", "rigor", "deterministic", "exclude", "sha
     metavar="FILE",
     help="Take plans from FILE, which `plan -o` wrote, with its options; checked first.",
 )
-@planning_options
+@planning_options()
 @devices_option
 @budget_options
 @shared_option("goal")
@@ -54,6 +63,7 @@ OPTIONS = ("workspace", "batch_sizes", "rigor", "deterministic", "exclude", "sha
     metavar="FILE",
     help="Also write the time line of one planned training step of NET to FILE (.json or .json.gz), for Perfetto.",
 )
+@click.option("--fronts", is_flag=True, help="Show the front of time and workspace of each pass; measures more.")
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/time) instead of tables.")
 @click.pass_context
 def command(
@@ -68,6 +78,7 @@ def command(
     policy: str | None,
     goal: str,
     trace: str | None,
+    fronts: bool,
     as_json: bool,
 ) -> None:
     """Plan NET or LAYER, then time the framework and the plans in turns: every layer and pass, and for a network whole
@@ -83,11 +94,24 @@ def command(
     Where torch's own choice won, the layer is left to it and counts 1.00. Exits with 1 where some layer-pass has no
     plan; there, and with --pass, training steps are not timed.
     """
-    from tilewise.cli.planning import divide_target, head, plan_target, schedule_of, time_results, time_training
+    if file is not None:
+        check_file("--schedule", file)
+    check_asked(settings)
+    check_budget(total_workspace, policy)
+    check_target(target, settings, passes)
+
+    from tilewise.cli.planning import (
+        divide_target,
+        head,
+        plan_target,
+        schedule_of,
+        time_results,
+        time_training,
+        with_fronts,
+    )
     from tilewise.cli.target import resolve
-    from tilewise.report.console import show, show_json
+    from tilewise.report.console import show_json
     from tilewise.report.documents import time_document
-    from tilewise.report.tables import budget_table, compared_text, heading, step_table, summary_text, time_table
     from tilewise.report.values import summarize
 
     schedule = None if file is None else load(file)
@@ -101,6 +125,7 @@ def command(
     divided = divide_target(resolved, options, planner, budget)
     plans = plan_target(resolved, options, planner, schedule, divided.limits)
     results = time_results(resolved, plans, options.deterministic, iterations)
+    results = with_fronts(resolved, results, options, planner, divided.limits) if fronts else results
     top, summary = head(resolved, settings, options), summarize(results)
     whole = not passes and not summary.unplanned  # else there is no step; the table says which plans are missing
     taken = None if schedule is None else schedule_of(resolved, settings, options, plans, planner)
@@ -108,14 +133,40 @@ def command(
     if as_json:
         show_json(time_document(top, results, summary, step, divided.facts["budget"]))
     else:
-        back = frozenset() if step is None else step.taken_back
-        show(heading(top), time_table(results, back), "", summary_text(summary))
-        if step is not None:
-            show("", step_table(step), *([] if step.compared is None else ["", compared_text(step.compared)]))
-        if divided.facts["budget"] is not None:
-            show("", budget_table(divided.facts["budget"]))
+        show_tables(top, results, step, divided.facts["budget"], fronts=fronts)
     if summary.unplanned:
         ctx.exit(NO_PLAN)
+
+
+def show_tables(
+    top: dict[str, Any],
+    results: list[LayerResult],
+    step: NetworkTime | None,
+    budget: dict[str, Any] | None,
+    *,
+    fronts: bool,
+) -> None:
+    """Print the tables of layers and passes, of their ``fronts``, of whole steps and of a divided budget."""
+    from tilewise.report.console import show
+    from tilewise.report.tables import (
+        budget_table,
+        compared_text,
+        front_table,
+        heading,
+        step_table,
+        summary_text,
+        time_table,
+    )
+    from tilewise.report.values import summarize
+
+    back = frozenset() if step is None else step.taken_back
+    show(heading(top), time_table(results, back), "", summary_text(summarize(results)))
+    if fronts:
+        show("", front_table(results))
+    if step is not None:
+        show("", step_table(step), *([] if step.compared is None else ["", compared_text(step.compared)]))
+    if budget is not None:
+        show("", budget_table(budget))
 
 
 def check_trace(file: str | None, *, whole: bool) -> None:

@@ -19,7 +19,7 @@ from tilewise.nn.step.result import StepReport
 from tilewise.plan import Plan, format_bytes
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.problems.base import Problem
-from tilewise.report.console import progress_bar
+from tilewise.report.progress import progress_bar
 from tilewise.report.values import LayerResult, PassResult
 from tilewise.settings import Settings
 

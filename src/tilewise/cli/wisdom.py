@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tilewise.cli.early import check_file
+from tilewise.cli.helped import Example, Helped, HelpedGroup
 from tilewise.cli.kernels import (
     imported_text,
     interruptible,
@@ -24,28 +26,53 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-@click.group("wisdom")
+EXAMPLES: dict[str, tuple[Example, ...]] = {
+    "show": (
+        ("tilewise wisdom show", "What is kept, by device and versions."),
+        ("tilewise wisdom show --json", "The same as a document for programs."),
+    ),
+    "export": (
+        ("tilewise wisdom export mine.json", "All that was measured and planned here."),
+        ("tilewise wisdom export --with-kernels mine.pack", "With the kernels that were compiled for it."),
+    ),
+    "import": (
+        ("tilewise wisdom import mine.json", "Take what another machine measured."),
+        ("tilewise wisdom import mine.pack --no-kernels", "Take the wisdom of a pack, and no code."),
+    ),
+    "merge": (
+        ("tilewise wisdom merge a.json b.json -o both.json", "One document of two."),
+        ("tilewise wisdom merge node*.json -o cluster.json", "One document of many."),
+    ),
+    "forget": (
+        ("tilewise wisdom forget --solver fft", "Measure a solver afresh."),
+        ("tilewise wisdom forget --all", "Begin again."),
+    ),
+}
+
+
+@click.group("wisdom", cls=HelpedGroup, short_help="Show, carry or forget what was measured and planned.")
 def command() -> None:
     """Show, export, import or forget what was measured and planned."""
 
 
-@command.command("show")
+@command.command("show", cls=Helped, examples=EXAMPLES["show"])
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/wisdom) instead of a table.")
 def show_wisdom(as_json: bool) -> None:
     """Say what is kept, by environment: a device with its driver and library versions."""
     from tilewise.report.console import show, show_json
-    from tilewise.report.documents import wisdom_document
-    from tilewise.report.tables import wisdom_table
+    from tilewise.report.stores import wisdom_table
 
     with _store() as wisdom:
         summaries, path = wisdom.summary(), str(wisdom.path)
     if as_json:
+        from tilewise.report.documents import wisdom_document  # imports torch
+
         show_json(wisdom_document(path, summaries))
     else:
         show(wisdom_table(path, summaries))
 
 
-@command.command("export")
+@command.command("export", cls=Helped, examples=EXAMPLES["export"])
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--with-kernels", is_flag=True, help="Write a pack, with the kernels that were compiled here beside it.")
 def export_wisdom(file: Path, with_kernels: bool) -> None:
@@ -64,7 +91,7 @@ def export_wisdom(file: Path, with_kernels: bool) -> None:
     click.echo(f"{rows} rows written to {file}")
 
 
-@command.command("import")
+@command.command("import", cls=Helped, examples=EXAMPLES["import"])
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--trust", is_flag=True, help="Take the kernels of packs, too: you trust whoever made them.")
 @click.option("--no-kernels", is_flag=True, help="Take the wisdom of packs alone.")
@@ -76,6 +103,8 @@ def import_wisdom(files: tuple[Path, ...], trust: bool, no_kernels: bool) -> Non
     """
     if trust and no_kernels:
         raise BadInput("--no-kernels: --trust takes kernels; leave one of them out")
+    for file in files:
+        check_file("FILE", str(file))
     rows = 0
     with _store() as wisdom:
         for file in files:
@@ -102,7 +131,7 @@ def _export_pack(wisdom: Wisdom, file: Path) -> str:
     import json
 
     from tilewise.kernels.packs import carry
-    from tilewise.report.console import progress_bar
+    from tilewise.report.progress import progress_bar
 
     with interruptible(f"{file} is as it was"), pack_errors(file, "written"):
         document, names = wisdom.to_json(), list(carry.kept())
@@ -133,7 +162,7 @@ def _import_pack(wisdom: Wisdom, file: Path, trust: bool, no_kernels: bool) -> i
     return wisdom.merge(document)
 
 
-@command.command("merge")
+@command.command("merge", cls=Helped, examples=EXAMPLES["merge"])
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False))
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="What to write.")
 def merge_wisdom(files: tuple[Path, ...], output: Path) -> None:
@@ -149,7 +178,7 @@ def merge_wisdom(files: tuple[Path, ...], output: Path) -> None:
     click.echo(f"{rows} rows written to {output}")
 
 
-@command.command("forget")
+@command.command("forget", cls=Helped, examples=EXAMPLES["forget"])
 @click.option("--problem", metavar="TEXT", help="Only problems whose key holds TEXT, such as 'wgrad' or 'kh5'.")
 @click.option("--solver", metavar="NAME", help="Only measurements of this solver and plans that use it.")
 @click.option("--environment", metavar="KEY", help="Only this environment, as 'wisdom show' prints it.")

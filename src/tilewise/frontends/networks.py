@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import operator
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilewise.frontends.names import NetworkError, check_name, known
 from tilewise.frontends.zoo import BUILDERS
 
 __all__ = ["Network", "NetworkError", "builtin_networks", "load_network"]
@@ -22,19 +22,6 @@ IMAGE = (3, 224, 224)
 """Input shape of an image network that does not say otherwise."""
 TORCHVISION_SIZES = {"inception_v3": 299}
 """Networks of torchvision that a 224x224 image is too small for."""
-SHOWN = 12
-"""Names that an error message lists before it only counts the rest."""
-
-
-class NetworkError(ValueError):
-    """A network cannot be loaded. The message names what was asked for and what would do.
-
-    >>> try:
-    ...     load_network("alexnett")
-    ... except NetworkError as error:
-    ...     print(str(error).partition("? ")[0])
-    network 'alexnett' is not built in; did you mean 'alexnet'
-    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +123,7 @@ def load_network(spec: str) -> Network:
     >>> load_network("densenet40").input_shape
     (3, 32, 32)
     """
+    check_name(spec)
     if spec.endswith(".prototxt"):
         return load_caffe(spec)
     source, colon, name = spec.partition(":")
@@ -163,10 +151,7 @@ def load_caffe(spec: str) -> Network:
 
 
 def load_builtin(spec: str) -> Network:
-    """The built-in network ``spec``. Raises :class:`NetworkError` for another name."""
-    if spec not in BUILDERS:
-        hint = "other networks: torchvision:NAME, timm:NAME, module.path:factory"
-        raise NetworkError(f"network {spec!r} is not built in; {known(spec, BUILDERS)}; {hint}")
+    """The built-in network ``spec``."""
     return network_of(spec, BUILDERS[spec]())
 
 
@@ -207,8 +192,6 @@ def load_factory(spec: str, path: str, attribute: str) -> Network:
 
     Raises :class:`NetworkError` as :func:`load_network`.
     """
-    if not all(part.isidentifier() for part in (*path.split("."), *attribute.split("."))):
-        raise NetworkError(f"network {spec!r} does not read as module.path:factory")
     try:
         module = importlib.import_module(path)
     except Exception as error:
@@ -271,15 +254,6 @@ def library(spec: str, package: str, path: str) -> Any:
             f"it may lack a requirement or be made for another torch than {torch.__version__}"
         ) from error
     return module
-
-
-def known(name: str, names: Iterable[str]) -> str:
-    """Part of an error message: of ``names`` those closest to ``name``, then the first of them."""
-    names = list(names)
-    close = " or ".join(map(repr, difflib.get_close_matches(name.lower(), names, n=3)))
-    shown = ", ".join(names[:SHOWN]) or "none"
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return (f"did you mean {close}? " if close else "") + f"known: {shown}{more}"
 
 
 def brief(error: BaseException) -> str:

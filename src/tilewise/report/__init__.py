@@ -1,8 +1,9 @@
 """What commands and benchmarks show: tables for people, JSON documents for programs, and an HTML page."""
 
 import importlib
+import random
 
-from tilewise.machine import random_states
-
-with random_states.kept():  # rich draws a number from Python's random when it is imported
-    importlib.import_module("rich.style")
+before = random.getstate()
+importlib.import_module("rich.style")  # which draws a number from Python's random when it is imported
+random.setstate(before)
+del before

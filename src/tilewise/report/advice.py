@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from tilewise.advice import Advice, Part, Point
 from tilewise.planner.schedules.results_json import document, number, problem_json
+from tilewise.report.sheet import Sheet
 from tilewise.report.tables import NOTHING, format_ms, format_ratio, light_table, marked
 
 __all__ = ["advice_table", "advice_text", "advise_document"]
@@ -21,7 +21,7 @@ LEVELS = {
 """How points were measured, by level."""
 
 
-def advice_table(advice: Advice) -> Table:
+def advice_table(advice: Advice) -> Sheet:
     """The points worth naming: their sizes, samples a second beside what was asked, rates, and what they are best for.
 
     Several parts of a step (the passes of a layer, say) have their plans below one another.
@@ -29,7 +29,7 @@ def advice_table(advice: Advice) -> Table:
     axes = advice.sweep.axes
     table = light_table(
         *((axis.name, "right") for axis in axes), ("samples/s", "right"), ("of asked", "right"), ("TFLOP/s", "right"),
-        ("torch", "right"), ("ms", "right"), ("best for", ""), ("plan", ""),
+        ("torch", "right"), ("ms", "right"), ("best for", "text"), ("plan", "note"),
     )  # fmt: skip
     asked = advice.asked
     for named in advice.named():

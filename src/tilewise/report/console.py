@@ -1,41 +1,32 @@
-"""Output of reports: tables to stdout, progress to stderr."""
+"""Output of reports to stdout: tables for people, documents for programs."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.text import Text
 
-from tilewise.nn.progress import TimeLeft, in_words
-
-__all__ = ["progress_bar", "show", "show_json", "time_bar"]
+__all__ = ["show", "show_json"]
 
 PIPE_WIDTH = 200
 """Columns where stdout is no terminal, so that nothing is cut short in a file."""
 
 
+class _Output(Console):
+    """A console that tells of a closed pipe by Python's own error, which the command line knows what to do with."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error that is being handled."""
+        raise BrokenPipeError("nobody reads the output any more")
+
+
 def show(*renderables: RenderableType) -> None:
-    """Write renderables to stdout, one after the other."""
+    """Write renderables to stdout, one after the other. Raises ``BrokenPipeError`` where nobody reads on."""
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
-    console = Console(file=sys.stdout, width=width, highlight=False)
+    console = _Output(file=sys.stdout, width=width, highlight=False)
     for renderable in renderables:
         console.print(renderable)
 
@@ -43,80 +34,3 @@ def show(*renderables: RenderableType) -> None:
 def show_json(document: dict[str, Any]) -> None:
     """Write a document to stdout as strict JSON. Raises ``ValueError`` where it holds NaN or an infinity."""
     sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
-
-
-class _LeftColumn(ProgressColumn):
-    """The time that is left at this moment."""
-
-    def __init__(self, left: TimeLeft) -> None:
-        super().__init__()
-        self._left = left
-
-    def render(self, task: Task) -> Text:
-        """As text, such as "about 40 s left"."""
-        return Text(in_words(self._left.seconds()))
-
-
-@contextmanager
-def progress_bar(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar on stderr where that is a terminal, with the time that is left; it is gone when done.
-
-    Yields a function to call with the name of each next step. ``total`` is the number of steps. Where that is ``None``,
-    as nobody can tell, the time that has passed is shown.
-    """
-    console = Console(file=sys.stderr)
-    left = TimeLeft()
-    columns: tuple[ProgressColumn, ...] = (SpinnerColumn(), TimeElapsedColumn())
-    if total is not None:
-        columns = (BarColumn(), MofNCompleteColumn(), _LeftColumn(left))
-    with Progress(
-        TextColumn("{task.description}"),
-        *columns,
-        TextColumn("{task.fields[text]}"),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as bar:
-        task = bar.add_task(title, total=total, text="")
-        begun = 0
-
-        def step(text: str) -> None:
-            nonlocal begun
-            left.begin(f"{begun}", begun, begun if total is None else total)
-            bar.update(task, completed=begun, text=text)
-            begun += 1
-
-        yield step
-
-
-class _AtMostColumn(ProgressColumn):
-    """The time until a limit."""
-
-    def __init__(self, end: float) -> None:
-        super().__init__()
-        self._end = end
-
-    def render(self, task: Task) -> Text:
-        """As text, such as "at most 12 s left"."""
-        return Text(f"at most {max(0, math.ceil(self._end - time.monotonic()))} s left")
-
-
-@contextmanager
-def time_bar(title: str, seconds: float) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar on stderr where that is a terminal, of work that ends after ``seconds`` at the latest.
-
-    Yields a function to call with the name of each next step.
-    """
-    begun = time.monotonic()
-    console = Console(file=sys.stderr)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        _AtMostColumn(begun + seconds),
-        TextColumn("{task.fields[text]}"),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as bar:
-        task = bar.add_task(title, total=max(seconds, 1e-3), text="")
-        yield lambda text: bar.update(task, completed=time.monotonic() - begun, text=text)

@@ -19,7 +19,7 @@ from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.operands import make_operands, make_residual
 from tilewise.report.values import PassResult
 
-__all__ = ["time_pass"]
+__all__ = ["time_pass", "time_runs"]
 
 Call = Callable[[], object]
 
@@ -60,6 +60,27 @@ def time_pass(result: PassResult, deterministic: bool = False, iterations: int |
         planned_host_ms=None if planned is None else planned.host_ms,
         load=share,
     )
+
+
+def time_runs(result: PassResult, deterministic: bool = False, iterations: int | None = None) -> list[float]:
+    """Milliseconds on the device of each run of the plan of ``result``, with bias as in a network; none without a plan.
+
+    Caches are cold, and one run warms up. As many runs follow as ``iterations`` says, or as a fifth of a second holds.
+    """
+    problem = result.problem
+    if result.plan is None:
+        return []
+    with problem.flags(deterministic=deterministic):
+        operands = make_operands(problem)
+        bias = None
+        if problem.bias:
+            bias = operands[0].new_zeros(problem.shape(problem.result)[problem.bias_dim])
+        residual = make_residual(problem)
+        added = {} if residual is None else {"residual": residual}
+        bound = execute.bind(result.plan, problem, *operands)
+        call = functools.partial(bound, *operands, bias, **added)
+        (times,) = rounds([call], operands[0].device, repeats=iterations or 0)
+    return [took.device_ms for took in times]
 
 
 def framework_call(

@@ -5,24 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from tilewise.distributed.mesh.choose import MeshChoice, MeshResult
 from tilewise.distributed.mesh.cost import LinkSpeed
 from tilewise.plan import format_bytes
 from tilewise.planner.schedules.results_json import document
+from tilewise.report.sheet import Sheet
 from tilewise.report.tables import format_ms, format_ratio
 
 __all__ = ["mesh_document", "mesh_table", "mesh_text"]
 
 
-def mesh_table(choice: MeshChoice) -> Table:
+def mesh_table(choice: MeshChoice) -> Sheet:
     """Meshes by time per image, then those that cannot be used with their reasons, and one GPU alone last."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    left = ("mesh", "why not")
-    columns = ("mesh", "ms an image", "speed-up", "step ms", "forward", "backward", "halos", "sums", "gradients")
-    for name in (*columns, "memory a GPU", "halos received", "times", "why not"):
-        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
+    numbers = ("ms an image", "speed-up", "step ms", "forward", "backward", "halos", "sums", "gradients")
+    numbers = (*numbers, "memory a GPU", "halos received", "times")
+    table = Sheet((("mesh", ""), *((name, "right") for name in numbers), ("why not", "note")))
     alone = choice.single.cost
     for result in choice.results:
         table.add_row(*_cells(result, None if alone is None else alone.image_ms))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.markup import escape
-from rich.table import Table
 
 from tilewise.plan import Measurement
+from tilewise.report.sheet import Sheet
 from tilewise.report.tables import format_ms, format_ratio, light_table
 
 __all__ = ["MeasuredShare", "measured_shares", "shares_table"]
@@ -50,7 +50,7 @@ def measured_shares(tried: Sequence[Measurement]) -> list[MeasuredShare]:
     return sorted(found, key=lambda share: (-share.images.get("here", 0), share.time_ms))
 
 
-def shares_table(shares: Sequence[MeasuredShare]) -> Table:
+def shares_table(shares: Sequence[MeasuredShare]) -> Sheet:
     """A row for each share: the percentage and the images of each device, the time, and the time over the best one."""
     places = list(dict.fromkeys(place for share in shares for place in share.images))
     places.sort(key=lambda place: place != "here")

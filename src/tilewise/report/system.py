@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from rich.console import RenderableType
 from rich.markup import escape
-from rich.table import Table
 
 from tilewise import solvers
 from tilewise.frontends.networks import builtin_networks
@@ -19,6 +18,7 @@ from tilewise.kernels.native.building import why_not
 from tilewise.machine.device import cpu_count, device_name, environment
 from tilewise.plan import format_bytes
 from tilewise.report.documents import document
+from tilewise.report.sheet import Sheet
 from tilewise.solvers import Solver, Split
 from tilewise.wisdom import Wisdom
 
@@ -101,23 +101,13 @@ def info_tables(info: dict[str, Any]) -> list[RenderableType]:
     way = "from C++" if calls["used"] else f"from Python ({calls['reason']})"
     lines += [f"calls with gradients: {way}"]
     lines += [f"wisdom: {info['wisdom']}", f"networks: {', '.join(info['networks'])}", ""]
-    devices = Table("device", "name", "hardware", "cores", "memory", box=None, pad_edge=False)
+    devices = Sheet((("device", ""), ("name", ""), ("hardware", "note"), ("cores", "right"), ("memory", "right")))
     for found in info["devices"]:
         memory = "-" if found["memory"] is None else format_bytes(found["memory"])
-        devices.add_row(found["torch"], escape(found["name"]), escape(found["hardware"]), str(found["cores"]), memory)
-    table = Table(
-        "solver",
-        "version",
-        "solves",
-        "passes",
-        "devices",
-        "dtypes",
-        "dims",
-        "repeatable",
-        "what",
-        box=None,
-        pad_edge=False,
-    )
+        name, hardware = escape(found["name"]), escape(found["hardware"])
+        devices.add_row(found["torch"], name, hardware, str(found["cores"]), memory)
+    columns = ("solver", "version", "solves", "passes", "devices", "dtypes", "dims", "repeatable")
+    table = Sheet((*((name, "text" if name == "passes" else "") for name in columns), ("what", "note")))
     for found in info["solvers"]:
         table.add_row(
             found["name"],

@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
-from tilewise import wisdom
-from tilewise.kernels.packs.summary import Held
 from tilewise.nn.step.result import StepReport
-from tilewise.plan import Measurement, Plan, format_bytes, is_busy
+from tilewise.plan import Plan, format_bytes
 from tilewise.problems.base import Problem
+from tilewise.report.sheet import Sheet
 from tilewise.report.values import Layer, LayerResult, NetworkTime, PassResult, Summary, describe, is_left
 
 __all__ = [
     "budget_table",
     "compared_text",
-    "explain_table",
+    "config_words",
     "format_ms",
     "format_ratio",
+    "front_table",
     "heading",
     "launches",
+    "layer_line",
     "light_table",
     "marked",
     "memory_text",
+    "no_plan",
     "plan_name",
     "plan_table",
+    "plan_words",
     "step_table",
     "summary_text",
     "time_table",
-    "wisdom_table",
 ]
 
 LARGEST = 10
@@ -44,8 +44,16 @@ LEFT = "left to torch"
 """Plan of a layer that the framework runs."""
 TAKEN_BACK = "taken back: the step is not faster with it"
 """Mark of a plan that is faster by itself, and that the network does not run by."""
+OFF = "runs, and is off the front: that was timed at another moment"
+"""Mark of a plan that runs and is no point of its front."""
 BUSY = "(busy)"
 """Mark of a time that was taken while other processes kept the host busy."""
+WORDS = {"solver": "computed by", "product": "products", "part": "parts by", "gemm": "products by"}
+"""Parameters whose names say little by themselves, in words."""
+COUNTS = ("lanes", "threads", "vectors", "shares", "splits", "stages", "terms")
+"""Parameters that are numbers of things."""
+VALUES = {("team", "own"): "own threads", ("team", "openmp"): "OpenMP's threads"}
+"""Parameters of few values, by both, in words."""
 HOST = {False: (), True: (("host ms", "right"),)}
 """The column of the host's times, by whether it is shown: a CPU has none."""
 
@@ -68,11 +76,46 @@ def plan_name(plan: Plan) -> str:
     return " ".join(word for word in (plan.solver, plan.label or _division(plan) or str(plan.config)) if word)
 
 
+def plan_words(plan: Plan) -> str:
+    """A plan in one line, as :func:`plan_name`, with its config in words."""
+    words = plan.label or _division(plan) or config_words(plan.config)
+    if not words:
+        return plan.solver
+    return f"{plan.solver} {words}" if plan.label or not plan.leaf else f"{plan.solver}: {words}"
+
+
+def config_words(config: Mapping[str, object]) -> str:
+    """A config in words, as people read it: ``basis 32 x 32, products batched`` for ``basis=32x32 product=batched``.
+
+    What is on is named, and what is off has "no" in front of it.
+    """
+    return ", ".join(_setting(name, value) for name, value in config.items())
+
+
+def _setting(name: str, value: object) -> str:
+    """One parameter of a config in words."""
+    if name == "sizes" and isinstance(value, tuple):
+        return _runs(value)
+    if (known := VALUES.get((name, str(value)))) is not None:
+        return known
+    words = WORDS.get(name, name.replace("_", " "))
+    if name in COUNTS and type(value) is int:
+        return f"{value} {words if value != 1 else words.removesuffix('s')}"
+    if isinstance(value, bool):
+        return words if value else f"no {words}"
+    if isinstance(value, tuple):
+        value = " x ".join(map(str, value))
+    return f"{words} {str(value).replace('_', ' ')}".strip()
+
+
 def _division(plan: Plan) -> str:
     """The sizes of a split's parts as ``256 = 3x64 + 64``; empty for a leaf."""
     sizes = plan.config.get("sizes")
-    if plan.leaf or not isinstance(sizes, tuple):
-        return ""
+    return "" if plan.leaf or not isinstance(sizes, tuple) else _runs(sizes)
+
+
+def _runs(sizes: tuple[int, ...]) -> str:
+    """Sizes of parts, and their sum, as ``256 = 3x64 + 64``."""
     runs: list[tuple[int, int]] = []
     for size in sizes:
         if runs and runs[-1][0] == size:
@@ -82,12 +125,9 @@ def _division(plan: Plan) -> str:
     return f"{sum(sizes)} = " + " + ".join(str(size) if n == 1 else f"{n}x{size}" for size, n in runs)
 
 
-def light_table(*columns: tuple[str, str], title: str = "") -> Table:
-    """A light table; columns are (heading, ``left`` or ``right``)."""
-    table = Table(box=None, pad_edge=False, header_style="bold", title=title or None, title_justify="left")
-    for heading, justify in columns:
-        table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
-    return table
+def light_table(*columns: tuple[str, str], title: str = "") -> Sheet:
+    """An empty table; ``columns`` are those of a :class:`Sheet`."""
+    return Sheet(columns, escape(title))
 
 
 def heading(head: Mapping[str, Any]) -> str:
@@ -100,26 +140,30 @@ def heading(head: Mapping[str, Any]) -> str:
     return f"[bold]{escape(words[0])}[/]: {escape(', '.join(words[1:]))}\n"
 
 
-def plan_table(results: Iterable[LayerResult]) -> Table:
+def plan_table(results: Iterable[LayerResult]) -> Sheet:
     """Plans as trees by layer and pass: what runs, its times, workspace and error. CPUs have no time of the host's."""
     results = list(results)
     on_gpu = launches(results)
     table = light_table(
-        ("layer", ""), ("pass", ""), ("plan", ""), ("ms", "right"), *HOST[on_gpu], ("workspace", "right"),
-        ("error", "right"),
-    )  # fmt: skip
+        ("pass", ""), ("plan", "text"), ("ms", "right"), *HOST[on_gpu], ("workspace", "right"), ("error", "right")
+    )
     for index, result in enumerate(results):
         if index:
-            table.add_row()
-        table.add_row(f"[bold]{escape(result.layer.title)}[/]", "", f"[dim]{escape(_layer_text(result.layer))}[/]")
+            table.add_line()
+        table.add_line(layer_line(result.layer))
         for pass_result in result.passes:
             name = pass_result.problem.task
             if pass_result.plan is None:
-                table.add_row("", name, _no_plan(pass_result))
+                table.add_row(name, no_plan(pass_result), *[""] * (len(table.columns) - 2))
                 continue
             for depth, count, plan in walk(pass_result.plan):
-                table.add_row("", "" if depth else name, *_plan_cells(depth, count, plan, on_gpu))
+                table.add_row("" if depth else name, *_plan_cells(depth, count, plan, on_gpu))
     return table
+
+
+def layer_line(layer: Layer) -> str:
+    """A layer's name and its text, as the line above its passes."""
+    return f"[bold]{escape(layer.title)}[/]  [dim]{escape(_layer_text(layer))}[/]"
 
 
 def _layer_text(layer: Layer) -> str:
@@ -129,7 +173,7 @@ def _layer_text(layer: Layer) -> str:
     return describe(layer.problems[0]) + (" (transposed: its forward is dgrad)" if layer.transposed else "")
 
 
-def _no_plan(result: PassResult) -> str:
+def no_plan(result: PassResult) -> str:
     """Why there is no plan. The reason's first line is dropped where solvers' reasons follow it."""
     lines = result.reason.splitlines()
     return "[red]no plan:[/] " + escape("\n".join(line.strip() for line in lines[1:] or lines))
@@ -154,7 +198,7 @@ def marked(text: str, busy: bool) -> str:
 
 def _plan_cells(depth: int, count: int, plan: Plan, on_gpu: bool) -> tuple[str, ...]:
     """Cells of one node of a plan tree; with the host's time ``on_gpu``."""
-    name = LEFT if depth == 0 and is_left(plan) else plan_name(plan)
+    name = LEFT if depth == 0 and is_left(plan) else plan_words(plan)
     times = f"{count} x " if count > 1 else ""
     error = NOTHING if plan.error is None else f"{plan.error.l2:.0e}"
     host = (format_ms(plan.host_ms),) if on_gpu else ()
@@ -162,7 +206,7 @@ def _plan_cells(depth: int, count: int, plan: Plan, on_gpu: bool) -> tuple[str, 
     return "  " * depth + times + escape(name), time, *host, format_bytes(plan.workspace), error
 
 
-def time_table(results: Iterable[LayerResult], taken_back: Collection[Problem] = ()) -> Table:
+def time_table(results: Iterable[LayerResult], taken_back: Collection[Problem] = ()) -> Sheet:
     """Times of the framework and of plans side by side, by layer and pass: the device's and, on a GPU, the host's.
 
     Problems that were ``taken_back`` for the whole step's sake are marked.
@@ -170,17 +214,49 @@ def time_table(results: Iterable[LayerResult], taken_back: Collection[Problem] =
     results = list(results)
     on_gpu = launches(results)
     table = light_table(
-        ("layer", ""), ("pass", ""), ("framework ms", "right"), *HOST[on_gpu], ("planned ms", "right"), *HOST[on_gpu],
-        ("speed-up", "right"), ("workspace", "right"), ("plan", ""),
+        ("pass", ""), ("framework ms", "right"), *HOST[on_gpu], ("planned ms", "right"), *HOST[on_gpu],
+        ("speed-up", "right"), ("workspace", "right"), ("plan", "text"),
     )  # fmt: skip
-    for result in results:
-        title = escape(result.layer.title)
-        if not result.passes:
-            table.add_row(title, *[""] * (len(table.columns) - 2), f"[dim]{escape(_layer_text(result.layer))}[/]")
-        for index, pass_result in enumerate(result.passes):
+    for index, result in enumerate(results):
+        if index:
+            table.add_line()
+        table.add_line(layer_line(result.layer))
+        for pass_result in result.passes:
             *cells, name = _time_cells(pass_result, on_gpu)
             mark = f" [yellow]({TAKEN_BACK})[/]" if pass_result.problem in taken_back else ""
-            table.add_row("" if index else title, pass_result.problem.task, *cells, name + mark)
+            table.add_row(pass_result.problem.task, *cells, name + mark)
+    return table
+
+
+def front_table(results: Iterable[LayerResult]) -> Sheet:
+    """The front of each pass: the plans that no other one beats in both time and workspace, the fastest first.
+
+    The plan that runs is marked. Where it is not on its front, as that was timed at another moment, it stands below.
+    """
+    table = light_table(
+        ("pass", ""), ("ms", "right"), ("workspace", "right"), ("plan", "text"), title="fronts of time and workspace"
+    )
+    for index, result in enumerate(results):
+        if index:
+            table.add_line()
+        table.add_line(layer_line(result.layer))
+        for pass_result in result.passes:
+            task, plan, is_there = pass_result.problem.task, pass_result.plan, False
+            if not pass_result.front:
+                table.add_row(
+                    task, NOTHING, NOTHING, "nothing keeps the limit" if plan is None else "no front is known"
+                )
+            for place, point in enumerate(pass_result.front or ()):
+                is_plan = plan is not None and (point.solver, point.config) == (plan.solver, plan.config)
+                name = LEFT if is_left(point) else plan_words(point) + _leaf_names(point)
+                mark = " [bold](runs)[/]" if is_plan else ""
+                is_there = is_there or is_plan
+                cells = (format_ms(point.time_ms), format_bytes(point.workspace), escape(name) + mark)
+                table.add_row("" if place else task, *cells)
+            if pass_result.front and plan is not None and not is_there:
+                name = LEFT if is_left(plan) else plan_words(plan) + _leaf_names(plan)
+                cells = (format_ms(plan.time_ms), format_bytes(plan.workspace), f"{escape(name)} [bold]({OFF})[/]")
+                table.add_row("", *cells)
     return table
 
 
@@ -190,12 +266,12 @@ def _time_cells(result: PassResult, on_gpu: bool) -> tuple[str, ...]:
     framework = (marked(format_ms(result.framework_ms), result.busy), *hosts[:1])
     nothing = [NOTHING] * len(hosts[1:])
     if result.plan is None:
-        return *framework, NOTHING, *nothing, NOTHING, NOTHING, _no_plan(result)
+        return *framework, NOTHING, *nothing, NOTHING, NOTHING, no_plan(result)
     workspace = format_bytes(result.plan.workspace)
     if not result.replaced:
         same = ["same"] * len(hosts[1:])
         return *framework, "same", *same, format_ratio(1.0), workspace, f"[dim]{LEFT}[/]"
-    name = escape(plan_name(result.plan) + _leaf_names(result.plan))
+    name = escape(plan_words(result.plan) + _leaf_names(result.plan))
     planned = (marked(format_ms(result.planned_ms), result.busy), *hosts[1:])
     return *framework, *planned, _coloured(result.ratio), workspace, name
 
@@ -254,7 +330,7 @@ def memory_text(step: Mapping[str, Any], largest: Mapping[str, Any] | None) -> s
     return line
 
 
-def step_table(time: NetworkTime) -> Table:
+def step_table(time: NetworkTime) -> Sheet:
     """Times of whole training steps side by side."""
     table = light_table(
         ("training step", ""), ("forward ms", "right"), ("backward ms", "right"), ("step ms", "right"),
@@ -278,7 +354,7 @@ def compared_text(compared: StepReport) -> str:
     return escape(str(compared))
 
 
-def budget_table(budget: Mapping[str, Any]) -> Table:
+def budget_table(budget: Mapping[str, Any]) -> Sheet:
     """How a workspace budget was divided: its totals and the largest segments."""
     total, used, least = (format_bytes(budget[name]) for name in ("total", "used", "least"))
     program = budget["program"]
@@ -286,7 +362,9 @@ def budget_table(budget: Mapping[str, Any]) -> Table:
         f"{used} of {total} of workspace used ({budget['policy']}), at least {least} would do; "
         f"{program['variables']} variables, {program['rows']} rows, {format_ms(program['solve_ms'])} ms"
     )
-    table = light_table(("largest segments", ""), ("pass", ""), ("workspace", "right"), ("ms", "right"), title=title)
+    table = light_table(
+        ("largest segments", "text"), ("pass", ""), ("workspace", "right"), ("ms", "right"), title=title
+    )
     segments = sorted(budget["segments"], key=lambda segment: -segment["workspace"])
     for segment in segments[:LARGEST]:
         table.add_row(
@@ -296,64 +374,5 @@ def budget_table(budget: Mapping[str, Any]) -> Table:
             format_ms(segment["time_ms"]),
         )
     if len(segments) > LARGEST:
-        table.add_row(f"[dim]and {len(segments) - LARGEST} others[/]")
-    return table
-
-
-def explain_table(measurements: Sequence[Measurement], device: str) -> Table:
-    """Everything that was tried on ``device``: measured candidates by time, then lost ones with their reasons.
-
-    ``varies`` is the interquartile range of the runs' times over their median.
-    """
-    on_gpu = device != "cpu"
-    table = light_table(
-        ("solver", ""), ("config", ""), ("estimate ms", "right"), ("ms", "right"), *HOST[on_gpu], ("varies", "right"),
-        ("speed-up", "right"), ("workspace", "right"), ("L2 error", "right"), ("spread", "right"), ("why not", ""),
-    )  # fmt: skip
-    for m in sorted(measurements, key=_merit):
-        ratio = None if m.time_ms is None or m.baseline_ms is None else m.baseline_ms / m.time_ms
-        table.add_row(
-            escape(m.solver),
-            escape(str(m.config)),
-            format_ms(m.estimate_ms),
-            marked(format_ms(m.time_ms), is_busy(m.load, device)),
-            *((format_ms(m.host_ms),) if on_gpu else ()),
-            NOTHING if m.dispersion is None else f"{m.dispersion:.0%}",
-            format_ratio(ratio),
-            NOTHING if m.workspace is None else format_bytes(m.workspace),
-            NOTHING if m.error is None else f"{m.error.l2:.0e}",
-            NOTHING if m.error is None else f"{m.error.spread:.0e}",
-            escape(m.reason),
-            style="dim" if m.reason else "",
-        )
-    return table
-
-
-def _merit(m: Measurement) -> tuple[bool, float, str, str]:
-    """The order of measurements in a table."""
-    return bool(m.reason), math.inf if m.time_ms is None else m.time_ms, m.solver, m.config.key
-
-
-def wisdom_table(path: str, summaries: Sequence[wisdom.Summary]) -> Table:
-    """What a store holds, by environment."""
-    table = light_table(
-        ("problems", "right"), ("measurements", "right"), ("lost", "right"), ("busy", "right"), ("plans", "right"),
-        ("newest", ""), ("environment", ""),
-        title=f"{path}: {'nothing yet' if not summaries else 'measured and planned'}",
-    )  # fmt: skip
-    for summary in summaries:
-        newest = datetime.fromtimestamp(summary.newest, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        counts = (summary.problems, summary.measurements, summary.lost, summary.busy, summary.plans)
-        table.add_row(*map(str, counts), newest, escape(summary.environment))
-    return table
-
-
-def kernels_table(path: str, held: Sequence[Held]) -> Table:
-    """The compiled kernels in a pack, or in the caches of this user, by what they are for."""
-    columns = [("kind", ""), ("for", ""), ("files", "right"), ("size", "right"), ("of no use here, because", "")]
-    told = [*columns] if any(each.obstacle for each in held) else columns[:-1]
-    table = light_table(*told, title=f"{path}: {'compiled kernels' if held else 'no kernels yet'}")
-    for each in held:
-        row = (each.kind, each.target, str(each.files), format_bytes(each.bytes), escape(each.obstacle))
-        table.add_row(*row[: len(told)])
+        table.add_line(f"[dim]and {len(segments) - LARGEST} others[/]")
     return table

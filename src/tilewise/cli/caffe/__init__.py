@@ -6,6 +6,8 @@ import importlib
 
 import click
 
+from tilewise.cli.helped import HelpedGroup
+
 __all__ = ["command"]
 
 COMMANDS = {
@@ -27,7 +29,7 @@ OTHER_NAMES = {
 """What scripts call them that know Caffe's own programs."""
 
 
-class Commands(click.Group):
+class Commands(HelpedGroup):
     """A group that imports a command's module only when asked for it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -51,7 +53,7 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group("caffe", cls=Commands)
+@click.group("caffe", cls=Commands, short_help="Train, test and time Caffe's networks, and make their data.")
 def command() -> None:
     """Caffe's commands: train, test and time its networks, and make its data.
 

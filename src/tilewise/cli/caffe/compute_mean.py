@@ -10,7 +10,16 @@ from tilewise.cli.caffe.flags import FlagsCommand, caffe_errors, option
 __all__ = ["command"]
 
 
-@click.command("compute-mean", cls=FlagsCommand)
+EXAMPLES = (
+    (
+        "tilewise caffe compute-mean train_lmdb mean.binaryproto",
+        "The mean image of a database, as transform_param wants it.",
+    ),
+    ("tilewise caffe compute-mean train_lmdb", "Print the mean of each channel alone."),
+)
+
+
+@click.command("compute-mean", cls=FlagsCommand, examples=EXAMPLES)
 @option("backend", default="lmdb", help="The kind of database; only lmdb is read.")
 @click.argument("input_db")
 @click.argument("output_file", required=False)

@@ -10,7 +10,16 @@ from tilewise.cli.program import BadInput
 __all__ = ["check_backend", "command"]
 
 
-@click.command("convert-imageset", cls=FlagsCommand)
+EXAMPLES = (
+    (
+        "tilewise caffe convert-imageset images/ train.txt train_lmdb -shuffle",
+        "A database of the images that a list names.",
+    ),
+    ("tilewise caffe convert-imageset images/ test.txt test_lmdb -gray", "Another one, of gray images."),
+)
+
+
+@click.command("convert-imageset", cls=FlagsCommand, examples=EXAMPLES)
 @flag("gray", help="Read images as gray ones.")
 @flag("shuffle", help="Shuffle the list.")
 @option("backend", default="lmdb", help="The kind of database; only lmdb is written.")

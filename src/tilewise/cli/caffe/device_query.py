@@ -9,7 +9,13 @@ from tilewise.cli.caffe.flags import FlagsCommand, device_options, devices_of
 __all__ = ["command"]
 
 
-@click.command("device_query", cls=FlagsCommand)
+EXAMPLES = (
+    ("tilewise caffe device_query", "All GPUs."),
+    ("tilewise caffe device_query -gpu 0", "One of them."),
+)
+
+
+@click.command("device_query", cls=FlagsCommand, examples=EXAMPLES)
 @device_options
 def command(gpu: str) -> None:
     """Print the properties of GPUs, of all without -gpu."""

@@ -10,7 +10,13 @@ from tilewise.cli.program import BadInput
 __all__ = ["command"]
 
 
-@click.command("export", cls=FlagsCommand)
+EXAMPLES = (
+    ("tilewise caffe export -model a.prototxt -weights a.caffemodel -output a", "Write a.py and a.pth."),
+    ("tilewise caffe export -model a.prototxt -state a.pth -output a.h5", "The way back."),
+)
+
+
+@click.command("export", cls=FlagsCommand, examples=EXAMPLES)
 @option("model", required=True, help="The net's prototxt file.")
 @option("weights", help="Its weights, files with commas between them: written for torch.")
 @option("state", help="A state_dict that torch.save wrote: written for Caffe.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tilewise.cli.helped import Helped
 from tilewise.cli.program import BadInput, enough_memory, one_line
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ TOLD_TO_GLOG = ("logtostderr", "alsologtostderr")
 """Flags of Google's logging library that scripts give; lines go to stderr anyway."""
 
 
-class FlagsCommand(click.Command):
+class FlagsCommand(Helped):
     """A command whose flags may have one dash or two, and whose switches may be written as gflags allows.
 
     ``-shuffle``, ``--shuffle``, ``-shuffle=true`` and ``--noshuffle`` are what they are for Caffe. A hyphen in a flag's

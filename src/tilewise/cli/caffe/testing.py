@@ -18,7 +18,16 @@ from tilewise.cli.program import BadInput
 __all__ = ["command"]
 
 
-@click.command("test", cls=FlagsCommand)
+EXAMPLES = (
+    (
+        "tilewise caffe test -model net.prototxt -weights net.caffemodel",
+        "Fifty batches of the net's test data, on the CPU.",
+    ),
+    ("tilewise caffe test -model net.prototxt -weights net.caffemodel -gpu 0", "The same on a GPU."),
+)
+
+
+@click.command("test", cls=FlagsCommand, examples=EXAMPLES)
 @option("model", required=True, help="The net's prototxt file.")
 @option("weights", required=True, help="Its weights, files with commas between them.")
 @device_options

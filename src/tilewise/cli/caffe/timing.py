@@ -18,7 +18,13 @@ from tilewise.cli.program import BadInput
 __all__ = ["command"]
 
 
-@click.command("time", cls=FlagsCommand)
+EXAMPLES = (
+    ("tilewise caffe time -model net.prototxt", "Each layer, forward and backward."),
+    ("tilewise caffe time -model net.prototxt -iterations 10 -gpu 0", "Ten times, on a GPU."),
+)
+
+
+@click.command("time", cls=FlagsCommand, examples=EXAMPLES)
 @option("model", required=True, help="The net's prototxt file.")
 @device_options
 @state_options

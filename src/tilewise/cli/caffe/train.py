@@ -28,7 +28,13 @@ __all__ = ["command", "train"]
 EFFECTS = click.Choice(["stop", "snapshot", "none"])
 
 
-@click.command("train", cls=FlagsCommand)
+EXAMPLES = (
+    ("tilewise caffe train -solver solver.prototxt", "Train as the solver's file says."),
+    ("tilewise caffe train -solver solver.prototxt -gpu 0,1", "On two GPUs."),
+)
+
+
+@click.command("train", cls=FlagsCommand, examples=EXAMPLES)
 @option("solver", required=True, help="The solver's prototxt file.")
 @option("snapshot", help="A solverstate to go on from.")
 @option("weights", help="Weights to begin with, files with commas between them. Not with -snapshot.")

@@ -8,25 +8,10 @@ of it.
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
 from tilewise.problems.lrn.problem import LrnProblem
+from tilewise.problems.texts.lrn import looks_like_lrn, read_lrn
 
 __all__ = ["format_lrn", "looks_like_lrn", "parse_lrn"]
-
-FORM = re.compile(r"lrn:n(\d{1,18})c(\d{1,18})s(\d{1,18}(?:x\d{1,18}){0,7})k(\d{1,18})((?:,[a-z]+=[^,\s]{1,32})*)")
-NUMBERS = {"alpha": "alpha", "beta": "beta", "add": "k"}
-EXAMPLE = "text such as 'lrn:n64c96s55x55k5' or 'lrn:n64c96s55x55k5,alpha=0.001' would do"
-
-
-def looks_like_lrn(text: str) -> bool:
-    """Whether ``text`` is meant as a local response normalization, right or wrong, and not as a network.
-
-    >>> looks_like_lrn("lrn:n2c3s4x5k3"), looks_like_lrn("alexnet")
-    (True, False)
-    """
-    return text.strip().startswith("lrn:")
 
 
 def parse_lrn(
@@ -39,34 +24,7 @@ def parse_lrn(
     >>> parse_lrn("lrn:n2c3s4x5k3").space
     (4, 5)
     """
-    match = FORM.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"local response normalization {text[:200]!r}: {EXAMPLE}")
-    batch, channels, space, size, rest = match.groups()
-    numbers: dict[str, Any] = {}
-    for word in rest.split(",")[1:]:
-        name, _, number = word.partition("=")
-        if name not in NUMBERS:
-            raise ValueError(f"local response normalization {text!r}: has {name!r}; alpha, beta or add would do")
-        if NUMBERS[name] in numbers:
-            raise ValueError(f"local response normalization {text!r}: has {name} twice; once would do")
-        try:
-            numbers[NUMBERS[name]] = float(number)
-        except ValueError:
-            reason = f"local response normalization {text!r}: {name}={number}: a number would do"
-            raise ValueError(reason) from None
-    sizes = tuple(map(int, space.split("x")))
-    return LrnProblem(
-        int(batch),
-        int(channels),
-        sizes,
-        int(size),
-        **numbers,
-        task=task,
-        layout_name=layout_name,
-        dtype=dtype,
-        device=device,
-    )
+    return LrnProblem(**read_lrn(text), task=task, layout_name=layout_name, dtype=dtype, device=device)
 
 
 def format_lrn(problem: LrnProblem) -> str:

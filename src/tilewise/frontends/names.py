@@ -1,0 +1,73 @@
+"""Names of networks, and what can be said of one before anything is imported: torch takes a second or more."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["BUILTIN", "NetworkError", "check_name", "known"]
+
+BUILTIN = (
+    "alexnet",
+    "overfeat_fast",
+    "vgg16",
+    "resnet18",
+    "resnet50",
+    "densenet40",
+    "googlenet",
+    "replknet31_stage",
+    "photonet",
+)
+"""The built-in networks, as :data:`tilewise.frontends.zoo.BUILDERS` has them; a test holds both equal."""
+LIBRARIES = ("torchvision", "timm")
+SHOWN = 12
+"""Names that an error message lists before it only counts the rest."""
+
+
+class NetworkError(ValueError):
+    """A network cannot be loaded. The message names what was asked for and what would do.
+
+    >>> try:
+    ...     load_network("alexnett")
+    ... except NetworkError as error:
+    ...     print(str(error).partition("? ")[0])
+    network 'alexnett' is not built in; did you mean 'alexnet'
+    """
+
+
+def check_name(spec: str) -> None:
+    """Raise :class:`NetworkError` where the network ``spec`` cannot be loaded, as far as can be told without torch."""
+    source, colon, name = spec.partition(":")
+    if spec.endswith(".prototxt"):
+        if not Path(spec).is_file():
+            raise NetworkError(f"network {spec!r}: there is no such file")
+    elif not colon:
+        if spec not in BUILTIN:
+            hint = "other networks: torchvision:NAME, timm:NAME, module.path:factory"
+            raise NetworkError(f"network {spec!r} is not built in; {known(spec, BUILTIN)}; {hint}")
+    elif source in LIBRARIES:
+        if not _is_there(source):
+            raise NetworkError(f"network {spec!r} needs {source}, which is not installed: pip install {source}")
+    elif not all(part.isidentifier() for part in (*source.split("."), *name.split("."))):
+        raise NetworkError(f"network {spec!r} does not read as module.path:factory")
+    elif not _is_there(package := source.partition(".")[0]):
+        raise NetworkError(f"network {spec!r}: there is no module {package!r} to import")
+
+
+def _is_there(package: str) -> bool:
+    """Whether a package or module of this name can be found. It is not imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # one that is imported already, and was not found in the usual way
+        return True
+
+
+def known(name: str, names: Iterable[str]) -> str:
+    """Part of an error message: of ``names`` those closest to ``name``, then the first of them."""
+    names = list(names)
+    close = " or ".join(map(repr, difflib.get_close_matches(name.lower(), names, n=3)))
+    shown = ", ".join(names[:SHOWN]) or "none"
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return (f"did you mean {close}? " if close else "") + f"known: {shown}{more}"

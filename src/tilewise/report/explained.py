@@ -1,0 +1,271 @@
+"""``explain`` for people: a sentence that answers, then every candidate and why it was not chosen."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.markup import escape
+
+from tilewise.plan import Measurement, Plan, format_bytes, is_busy
+from tilewise.planner.measuring.replacing import MARGIN, loses_by_launches
+from tilewise.planner.measuring.took import Took
+from tilewise.report.sheet import Sheet
+from tilewise.report.tables import NOTHING, config_words, format_ms, format_ratio, marked, plan_words
+from tilewise.report.values import PassResult, is_left
+
+__all__ = ["Explained", "answer", "explain_table"]
+
+NUMBERS = re.compile(r"\d[\d.,]*(?:e[-+]?\d+)?")
+LONGEST = 240
+"""Letters of a reason that are shown."""
+ESTIMATED = ("not measured", "not run")
+"""How reasons begin of candidates that were left out by their estimates."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What was tried for one pass, and what came of it. ``rigor`` is how hard was searched."""
+
+    result: PassResult
+    tried: Sequence[Measurement]
+    rigor: str = "measure"
+
+    @property
+    def device(self) -> str:
+        """The device's name."""
+        return self.result.problem.device
+
+    @property
+    def chosen(self) -> Measurement | None:
+        """The measurement of the plan that was chosen; ``None`` where there is none, or it came from elsewhere."""
+        plan = self.result.plan
+        if plan is None:
+            return None
+        same = [m for m in self.tried if not m.reason and m.solver == plan.solver]
+        exact = [m for m in same if m.config == plan.config or m.time_ms == plan.time_ms]
+        return exact[0] if exact else None
+
+    @property
+    def torchs(self) -> Measurement | None:
+        """torch's own choice, if it was measured."""
+        return next((m for m in self.tried if _is_torchs(m) and m.time_ms is not None), None)
+
+
+def answer(explained: Explained) -> str:
+    """One sentence that says what computes the pass and why, and a second one with what was tried."""
+    plan = explained.result.plan
+    if plan is None:
+        text = _nothing(explained)
+    elif explained.rigor == "estimate":
+        text = f"By estimate alone {_called(explained, plan)} is the fastest for {explained.result.problem.task}"
+    else:
+        text = _kept(explained, plan) if is_left(plan) else _replaced(explained, plan)
+    return f"[bold]{escape(text)}.[/] {escape(_counts(explained))}."
+
+
+def _called(explained: Explained, plan: Plan) -> str:
+    """What a plan is called in a sentence."""
+    if is_left(plan):
+        return "torch's own choice"
+    name = plan_words(plan) if explained.chosen is None else _Names(explained.tried).of(explained.chosen)
+    solver, colon, words = name.partition(": ")
+    return f"{solver} ({words})" if colon else solver
+
+
+def _replaced(explained: Explained, plan: Plan) -> str:
+    """Why a plan takes the place of torch's own choice."""
+    m, torchs = explained.chosen, explained.torchs
+    text = f"The fastest for {explained.result.problem.task} is {_called(explained, plan)}: {_ms(plan.time_ms)}"
+    base_ms = m.baseline_ms if m is not None and m.baseline_ms is not None else (torchs.time_ms if torchs else None)
+    if base_ms is not None and plan.time_ms:
+        text += f", {base_ms / plan.time_ms:.2f} times as fast as torch's own choice ({_ms(base_ms)})"
+        if torchs is not None and torchs.reason:
+            text += f", which may not be used: it {torchs.reason}"
+    return f"{text}, in {format_bytes(plan.workspace)} of workspace"
+
+
+def _kept(explained: Explained, plan: Plan) -> str:
+    """Why torch's own choice stays."""
+    others = [m for m in explained.tried if not m.reason and m.time_ms is not None and not _is_torchs(m)]
+    text = f"Torch's own choice is kept for {explained.result.problem.task}: {_ms(plan.time_ms)}"
+    if not others:
+        return f"{text}, and nothing else was timed"
+    best = min(others, key=lambda m: m.time_ms or math.inf)
+    name = _Names(explained.tried).of(best).replace(": ", " (", 1)
+    name += ")" if " (" in name else ""
+    return f"{text}. The fastest other, {name}, took {_ms(best.time_ms)}: {why_not(best, explained)}"
+
+
+def _nothing(explained: Explained) -> str:
+    """Why there is no plan."""
+    task = explained.result.problem.task
+    over = [m for m in explained.tried if m.reason and m.workspace and "the limit is" in m.reason]
+    if over:
+        least = min(over, key=lambda m: m.workspace or 0)
+        name, needed = _Names(explained.tried).of(least), format_bytes(least.workspace or 0)
+        return f"Nothing computes {task} within the workspace: the least that a candidate needs is {needed}, {name}"
+    if explained.rigor == "wisdom_only":
+        return f"Wisdom has no plan for {task}: without --rigor wisdom_only it would be looked for"
+    return f"Nothing computes {task}: the reasons stand below"
+
+
+def _counts(explained: Explained) -> str:
+    """How many candidates were tried, and how the others were lost."""
+    timed = sum(not m.reason and m.time_ms is not None for m in explained.tried)
+    estimated = sum(m.reason.startswith(ESTIMATED) for m in explained.tried)
+    lost = len(explained.tried) - timed - estimated
+    verb = "estimated" if explained.rigor == "estimate" else "timed"
+    words = [f"{timed} {'candidate' if timed == 1 else 'candidates'} {'was' if timed == 1 else 'were'} {verb}"]
+    words += [f"{estimated} left out by their estimates"] if estimated else []
+    words += [f"{lost} out for the reasons below"] if lost else []
+    return ", ".join(words)
+
+
+def why_not(m: Measurement, explained: Explained) -> str:
+    """Why a candidate was not chosen, in words; empty for the chosen one."""
+    if m.reason:
+        return m.reason
+    plan, chosen = explained.result.plan, explained.chosen
+    if m is chosen or plan is None or m.time_ms is None or not math.isfinite(plan.time_ms):
+        return ""
+    behind = m.time_ms - plan.time_ms
+    if behind > 0:
+        return f"{_ms(behind)} slower{_beside(m.time_ms, plan.time_ms)}"
+    if not is_left(plan):
+        return f"{_ms(-behind)} faster when tried alone, not when run in turns with the others"
+    return _not_enough(m, plan, explained.device)
+
+
+def _beside(time_ms: float, chosen_ms: float) -> str:
+    """How a longer time compares with that of the chosen plan, in brackets."""
+    if not chosen_ms:
+        return ""
+    ratio = time_ms / chosen_ms
+    return f" ({ratio - 1:.0%})" if ratio < 2 else f" ({ratio:.3g} times as long)"
+
+
+def _not_enough(m: Measurement, torchs: Plan, device: str) -> str:
+    """Why a candidate that is faster alone than torch's choice does not take its place."""
+    assert m.time_ms is not None
+    gain = torchs.time_ms - m.time_ms
+    kind = "cpu" if device == "cpu" else "cuda"
+    if m.host_ms is not None and torchs.host_ms is not None:
+        both = Took(m.time_ms, m.host_ms), Took(torchs.time_ms, torchs.host_ms)
+        if loses_by_launches(*both):
+            more = 1e3 * (m.host_ms - torchs.host_ms)
+            return f"torch's is {_ms(gain)} slower alone, but this needs {more:.0f} us more of the host in a step"
+    if m.time_ms > MARGIN[kind] * torchs.time_ms:
+        return f"{gain / torchs.time_ms:.0%} faster than torch's: below {1 - MARGIN[kind]:.0%} a gain is not sure"
+    return f"{_ms(gain)} faster when tried alone, not surely when run in turns with torch's"
+
+
+def explain_table(explained: Explained, *, verbose: bool = False) -> Sheet:
+    """Everything that was tried: measured candidates by time, then lost ones with their reasons.
+
+    ``varies`` is the interquartile range of the runs' times over their median. Lost candidates with the same reason are
+    one row, and configs are in words; with ``verbose`` each has its own row, its raw config, its speed-up and the
+    spread of an outlier's error.
+    """
+    on_gpu = explained.device != "cpu"
+    host = (("host ms", "right"),) if on_gpu else ()
+    more = (("speed-up", "right"), ("spread", "right")) if verbose else ()
+    sheet = Sheet(
+        (("candidate", "text"), ("estimate ms", "right"), ("ms", "right"), ("varies", "right"), *host,
+         ("workspace", "right"), ("error", "right"), *more, ("why not", "note"))
+    )  # fmt: skip
+    names = _Names(explained.tried, verbose)
+    ranked = sorted(explained.tried, key=_merit)
+    chosen = explained.chosen
+    for m in sorted((m for m in ranked if not m.reason), key=lambda m: m is not chosen):  # which comes first
+        name, why = escape(names.of(m)), escape(why_not(m, explained))
+        if m is chosen:
+            name, why = f"[bold]{name}[/]", "[bold]chosen[/]"
+        sheet.add_row(name, *_figures(m, explained.device, on_gpu, verbose), why)
+    out = [[m] for m in ranked if m.reason] if verbose else _grouped(m for m in ranked if m.reason)
+    for group in (group for group in out if _has_figures(group[0])):
+        figures = _figures(group[0], explained.device, on_gpu, verbose)
+        sheet.add_row(escape(names.of_all(group)), *figures, escape(_short(group[0].reason, verbose)), style="dim")
+    for place, group in enumerate(group for group in out if not _has_figures(group[0])):
+        if not place:
+            sheet.add_line("\n[bold]out[/]")
+        sheet.add_line(f"  {escape(names.of_all(group))}: [dim]{escape(_short(group[0].reason, verbose))}[/]")
+    return sheet
+
+
+def _short(reason: str, verbose: bool) -> str:
+    """A reason, cut short at a word where it goes on and on, as that of a split with those of all its parts does."""
+    if verbose or len(reason) <= LONGEST:
+        return reason
+    return f"{reason[:LONGEST].rpartition(' ')[0]} ... (--verbose says all)"
+
+
+def _has_figures(m: Measurement) -> bool:
+    """Whether anything is known of a candidate beside the reason why it is out."""
+    return any(value is not None for value in (m.estimate_ms, m.time_ms, m.workspace, m.error))
+
+
+def _figures(m: Measurement, device: str, on_gpu: bool, verbose: bool) -> list[str]:
+    """The cells of a candidate's numbers."""
+    ratio = None if m.time_ms is None or m.baseline_ms is None else m.baseline_ms / m.time_ms
+    return [
+        format_ms(m.estimate_ms),
+        marked(format_ms(m.time_ms), is_busy(m.load, device)),
+        NOTHING if m.dispersion is None else f"{m.dispersion:.0%}",
+        *([format_ms(m.host_ms)] if on_gpu else []),
+        NOTHING if m.workspace is None else format_bytes(m.workspace),
+        NOTHING if m.error is None else f"{m.error.l2:.0e}",
+        *([format_ratio(ratio), NOTHING if m.error is None else f"{m.error.spread:.0e}"] if verbose else []),
+    ]
+
+
+def _grouped(lost: Iterable[Measurement]) -> list[list[Measurement]]:
+    """Lost candidates by solver and reason, numbers aside; solvers that were never asked for a config by reason."""
+    groups: dict[tuple[str, str], list[Measurement]] = {}
+    for m in lost:
+        groups.setdefault((m.solver if m.config else "", NUMBERS.sub("0", m.reason)), []).append(m)
+    return list(groups.values())
+
+
+class _Names:
+    """What candidates are called. Of several configs of one solver only what differs is said, with ``verbose`` all."""
+
+    def __init__(self, tried: Iterable[Measurement], verbose: bool = False) -> None:
+        self._verbose = verbose
+        self._values: dict[str, dict[str, set[object]]] = {}
+        for m in tried:
+            for name, value in m.config.items():
+                self._values.setdefault(m.solver, {}).setdefault(name, set()).add(value)
+
+    def of(self, m: Measurement) -> str:
+        """The name of one candidate: its solver and its config."""
+        if self._verbose:
+            return f"{m.solver} {m.config}".strip()
+        differing = {name for name, values in self._values.get(m.solver, {}).items() if len(values) > 1}
+        words = config_words({name: value for name, value in m.config.items() if not differing or name in differing})
+        return f"{m.solver}: {words}" if words else m.solver
+
+    def of_all(self, group: Sequence[Measurement]) -> str:
+        """The names of candidates that are out for one reason."""
+        if len(group) > 1 and not group[0].config:
+            return ", ".join(m.solver for m in group)
+        others = len(group) - 1
+        more = f", and {others} other config{'s' if others > 1 else ''}" if others else ""
+        return self.of(group[0]) + more
+
+
+def _is_torchs(m: Measurement) -> bool:
+    """Whether a candidate is torch's own choice."""
+    return is_left(Plan("", m.solver, m.version))
+
+
+def _merit(m: Measurement) -> tuple[bool, float, str, str]:
+    """The order of measurements in a table."""
+    return bool(m.reason), math.inf if m.time_ms is None else m.time_ms, m.solver, m.config.key
+
+
+def _ms(value: float | None) -> str:
+    """Milliseconds with their unit."""
+    return f"{format_ms(value)} ms"
