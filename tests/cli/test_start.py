@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tilewise import solvers
-from tilewise.cli.early import solver_names
+from tilewise.cli.given.early import solver_names
 from tilewise.frontends.names import BUILTIN
 from tilewise.frontends.zoo import BUILDERS
 from tilewise.problems.recurrent.tensors import CELLS

@@ -95,7 +95,7 @@ DRAWING = {"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multi
 DRAWING |= {f"{name}_" for name in ("random", "normal", "uniform", "bernoulli", "exponential", "cauchy", "geometric")}
 LAYERS = {"elementwise.py"}
 """Whose drawing is the caller's: dropout."""
-STATES = {"random_states.py", "sidecar.py"}
+STATES = {"random_states.py", "python_random.py", "sidecar.py"}
 """What sets states: the sidecar of a snapshot puts back those of the run that it goes on with."""
 SEEDING = {"manual_seed", "manual_seed_all", "seed", "set_rng_state", "set_state", "setstate", "fork_rng"}
 

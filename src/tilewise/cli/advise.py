@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tilewise.cli.early import check_asked, check_target
+from tilewise.cli.given.early import check_asked, check_target
 from tilewise.cli.helped import Helped, HelpedGroup
 from tilewise.cli.program import NO_PLAN, BadInput, bad_input
 from tilewise.cli.settings import BATCH_OF_LAYER, MEASURING, OPS, PASSES, TASKS, Asked, planning_options

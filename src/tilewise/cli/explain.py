@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tilewise.cli.early import check_asked, check_solvers, check_target, kind_of_text
+from tilewise.cli.given.early import check_asked, check_solvers, check_target, kind_of_text
 from tilewise.cli.helped import Helped
 from tilewise.cli.program import NO_PLAN, BadInput, bad_input
 from tilewise.cli.settings import BATCH_OF_LAYER, OPS, PASSES, TASKS, Asked, planning_options

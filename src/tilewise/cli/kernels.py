@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tilewise.cli.early import check_asked
+from tilewise.cli.given.early import check_asked
 from tilewise.cli.helped import Example, Helped, HelpedGroup
 from tilewise.cli.program import INTERRUPTED, BadInput, bad_input
 from tilewise.cli.settings import Asked, planning_options

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tilewise.cli.early import kind_of_text
+from tilewise.cli.given.early import kind_of_text
 from tilewise.cli.program import BadInput, bad_input
 from tilewise.cli.settings import DEFAULT_BATCH, Asked
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tilewise.cli.batch_file import is_batch_file, read_batch
-from tilewise.cli.early import check_asked, check_budget, check_target
+from tilewise.cli.given.batch_file import is_batch_file, read_batch
+from tilewise.cli.given.early import check_asked, check_budget, check_target
 from tilewise.cli.helped import Helped
 from tilewise.cli.mesh import MeshAsked, mesh_options, plan_mesh
 from tilewise.cli.program import NO_PLAN, BadInput

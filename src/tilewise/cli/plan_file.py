@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from tilewise.cli.batch_file import Line, read_batch
+from tilewise.cli.given.batch_file import Line, read_batch
 from tilewise.cli.layers import grouped
 from tilewise.cli.planning import divide_target, head, plan_target, run_times
 from tilewise.cli.program import BadInput
@@ -18,14 +18,32 @@ from tilewise.report.tables import budget_table, heading, summary_text
 from tilewise.report.values import summarize
 
 if TYPE_CHECKING:
-    from tilewise.cli.plan import PlanReport
-    from tilewise.nn.budget import Budget
+    from tilewise.nn.budget import Budget, Divided
+    from tilewise.planner import Planner
 
 __all__ = ["file_target", "plan_file"]
 
 
+class Report(Protocol):
+    """What is printed and written of plans: :class:`tilewise.cli.plan.PlanReport`."""
+
+    @property
+    def as_json(self) -> bool:
+        """Whether the document is printed."""
+        ...
+
+    @property
+    def writes(self) -> bool:
+        """Whether there is a document."""
+        ...
+
+    def write_document(self, found: Found, divided: Divided, settings: Asked, planner: Planner) -> int:
+        """Print and write the document, where one is asked for; how many passes have no plan."""
+        ...
+
+
 def plan_file(
-    path: str, settings: Asked, passes: tuple[str, ...], devices: str | None, budget: Budget | None, report: PlanReport
+    path: str, settings: Asked, passes: tuple[str, ...], devices: str | None, budget: Budget | None, report: Report
 ) -> int:
     """Plan the layers of the file at ``path``, time each plan and print what came of it; how many have no plan."""
     target = file_target(path, read_batch(path, settings, passes), report.writes)

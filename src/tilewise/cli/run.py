@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from tilewise.cli.early import check_solvers
+from tilewise.cli.given.early import check_solvers
 from tilewise.cli.helped import Helped
 from tilewise.cli.program import BadInput, one_line
 from tilewise.cli.settings import enabling_options, excluded_names, sharing_devices, workspace_bytes

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from tilewise.cli.given.sizes import checked_size
 from tilewise.cli.program import bad_input, enough_memory
-from tilewise.cli.sizes import checked_size
 from tilewise.plan import parse_bytes
 from tilewise.settings import OPTIONS, Option
 from tilewise.settings.kinds import Choice, Count, Flag, MemorySize, Names, Share, Size

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tilewise.cli.early import check_target, kind_of_text
+from tilewise.cli.given.early import check_target, kind_of_text
 from tilewise.cli.program import BadInput, bad_input, is_out_of_memory, one_line
 from tilewise.cli.settings import DEFAULT_BATCH, OPS, PASSES, TASKS, Asked
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from tilewise.cli.early import check_asked, check_budget, check_file, check_target
+from tilewise.cli.given.early import check_asked, check_budget, check_file, check_target
 from tilewise.cli.helped import Helped
 from tilewise.cli.program import NO_PLAN, BadInput, bad_input
 from tilewise.cli.settings import (
@@ -23,7 +23,7 @@ from tilewise.cli.settings import (
 
 if TYPE_CHECKING:
     from tilewise.planner import Options, Schedule
-    from tilewise.report.values import LayerResult, NetworkTime
+    from tilewise.report.values import LayerResult, NetworkTime, Summary
 
 __all__ = ["command"]
 
@@ -66,21 +66,7 @@ EXAMPLES = (
 @click.option("--fronts", is_flag=True, help="Show the front of time and workspace of each pass; measures more.")
 @click.option("--json", "as_json", is_flag=True, help="Print a document (schema tilewise/time) instead of tables.")
 @click.pass_context
-def command(
-    ctx: click.Context,
-    target: str,
-    passes: tuple[str, ...],
-    iterations: int | None,
-    file: str | None,
-    settings: Asked,
-    devices: str | None,
-    total_workspace: str | None,
-    policy: str | None,
-    goal: str,
-    trace: str | None,
-    fronts: bool,
-    as_json: bool,
-) -> None:
+def command(ctx: click.Context, /, as_json: bool, fronts: bool, **asked: Any) -> None:
     """Plan NET or LAYER, then time the framework and the plans in turns: every layer and pass, and for a network whole
     training steps (forward, loss and backward) with their peak memory.
 
@@ -94,59 +80,91 @@ def command(
     Where torch's own choice won, the layer is left to it and counts 1.00. Exits with 1 where some layer-pass has no
     plan; there, and with --pass, training steps are not timed.
     """
-    if file is not None:
-        check_file("--schedule", file)
-    check_asked(settings)
-    check_budget(total_workspace, policy)
-    check_target(target, settings, passes)
-
-    from tilewise.cli.planning import (
-        divide_target,
-        head,
-        plan_target,
-        schedule_of,
-        time_results,
-        time_training,
-        with_fronts,
-    )
-    from tilewise.cli.target import resolve
-    from tilewise.report.console import show_json
-    from tilewise.report.documents import time_document
-    from tilewise.report.values import summarize
-
-    schedule = None if file is None else load(file)
-    budget = settings.budget(total_workspace, policy)
-    if budget is not None and schedule is not None:
-        raise BadInput("--total-workspace: the schedule has limits of its own; leave it or --schedule out")
-    settings, options = (settings, settings.options()) if schedule is None else following(ctx, settings, schedule)
-    resolved = resolve(target, settings, passes)
-    check_trace(trace, whole=resolved.network is not None and not passes)
-    planner = make_planner(devices, resolved.device)
-    divided = divide_target(resolved, options, planner, budget)
-    plans = plan_target(resolved, options, planner, schedule, divided.limits)
-    results = time_results(resolved, plans, options.deterministic, iterations)
-    results = with_fronts(resolved, results, options, planner, divided.limits) if fronts else results
-    top, summary = head(resolved, settings, options), summarize(results)
-    whole = not passes and not summary.unplanned  # else there is no step; the table says which plans are missing
-    taken = None if schedule is None else schedule_of(resolved, settings, options, plans, planner)
-    step = time_training(resolved, options, planner, iterations, taken, budget, goal, trace) if whole else None
-    if as_json:
-        show_json(time_document(top, results, summary, step, divided.facts["budget"]))
-    else:
-        show_tables(top, results, step, divided.facts["budget"], fronts=fronts)
-    if summary.unplanned:
+    if TimeAsked(**asked).carry_out(ctx, fronts, as_json):
         ctx.exit(NO_PLAN)
 
 
-def show_tables(
+@dataclass(frozen=True, slots=True)
+class TimeAsked:
+    """What is to be timed, and how."""
+
+    target: str
+    passes: tuple[str, ...]
+    iterations: int | None
+    file: str | None
+    settings: Asked
+    devices: str | None
+    total_workspace: str | None
+    policy: str | None
+    goal: str
+    trace: str | None
+
+    def check(self) -> None:
+        """Raise :class:`BadInput` for what can be told to be wrong without torch."""
+        if self.file is not None:
+            check_file("--schedule", self.file)
+        check_asked(self.settings)
+        check_budget(self.total_workspace, self.policy)
+        check_target(self.target, self.settings, self.passes)
+
+    def carry_out(self, ctx: click.Context, fronts: bool, as_json: bool) -> int:
+        """Time and print; how many passes have no plan. Raises :class:`BadInput`."""
+        self.check()
+
+        from tilewise.cli.planning import (
+            divide_target,
+            head,
+            plan_target,
+            schedule_of,
+            time_results,
+            time_training,
+            with_fronts,
+        )
+        from tilewise.cli.target import resolve
+        from tilewise.report.console import show_json
+        from tilewise.report.documents import time_document
+        from tilewise.report.values import summarize
+
+        schedule = None if self.file is None else load(self.file)
+        budget = self.settings.budget(self.total_workspace, self.policy)
+        if budget is not None and schedule is not None:
+            raise BadInput("--total-workspace: the schedule has limits of its own; leave it or --schedule out")
+        settings, options = self.settings, self.settings.options()
+        if schedule is not None:
+            settings, options = following(ctx, settings, schedule)
+        resolved = resolve(self.target, settings, self.passes)
+        if self.trace is not None:
+            check_trace(self.trace, whole=resolved.network is not None and not self.passes)
+        planner = make_planner(self.devices, resolved.device)
+        divided = divide_target(resolved, options, planner, budget)
+        plans = plan_target(resolved, options, planner, schedule, divided.limits)
+        results = time_results(resolved, plans, options.deterministic, self.iterations)
+        if fronts:
+            results = with_fronts(resolved, results, options, planner, divided.limits)
+        top, summary = head(resolved, settings, options), summarize(results)
+        # Not where only some passes are asked for; nor without all plans, and the table says which and why.
+        whole = not self.passes and not summary.unplanned
+        taken = None if schedule is None else schedule_of(resolved, settings, options, plans, planner)
+        step = None
+        if whole:
+            step = time_training(resolved, options, planner, self.iterations, taken, budget, self.goal, self.trace)
+        facts = divided.facts["budget"]
+        if as_json:
+            show_json(time_document(top, results, summary, step, facts))
+        else:
+            show_times(top, results, summary, step, facts, fronts)
+        return summary.unplanned
+
+
+def show_times(
     top: dict[str, Any],
     results: list[LayerResult],
+    summary: Summary,
     step: NetworkTime | None,
     budget: dict[str, Any] | None,
-    *,
     fronts: bool,
 ) -> None:
-    """Print the tables of layers and passes, of their ``fronts``, of whole steps and of a divided budget."""
+    """Print the tables of what was timed, those of ``fronts``, the whole step and the budget where there are any."""
     from tilewise.report.console import show
     from tilewise.report.tables import (
         budget_table,
@@ -157,10 +175,9 @@ def show_tables(
         summary_text,
         time_table,
     )
-    from tilewise.report.values import summarize
 
     back = frozenset() if step is None else step.taken_back
-    show(heading(top), time_table(results, back), "", summary_text(summarize(results)))
+    show(heading(top), time_table(results, back), "", summary_text(summary))
     if fronts:
         show("", front_table(results))
     if step is not None:
@@ -169,12 +186,10 @@ def show_tables(
         show("", budget_table(budget))
 
 
-def check_trace(file: str | None, *, whole: bool) -> None:
+def check_trace(file: str, *, whole: bool) -> None:
     """Raise :class:`BadInput` for a file that no time line can be written to, and where no ``whole`` step is timed."""
     from tilewise.nn.step.timeline import checked_file
 
-    if file is None:
-        return
     if not whole:
         raise BadInput(f"--trace {file!r}: it is of a whole training step; NET without --pass would do")
     with bad_input("--trace"):

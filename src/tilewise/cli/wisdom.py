@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tilewise.cli.early import check_file
+from tilewise.cli.given.early import check_file
 from tilewise.cli.helped import Example, Helped, HelpedGroup
 from tilewise.cli.kernels import (
     imported_text,

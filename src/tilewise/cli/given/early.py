@@ -145,7 +145,7 @@ def check_solvers(flag: str, names: Iterable[str]) -> None:
 
 def solver_names() -> tuple[str, ...]:
     """Names of all solvers, sorted, as their files have them. Importing these would import torch."""
-    folder = Path(__file__).parents[1] / "solvers"
+    folder = Path(__file__).parents[2] / "solvers"
     files = (path for path in folder.rglob("*.py") if not path.name.startswith("_"))
     return tuple(sorted({name for path in files for name in NAMED.findall(path.read_text("utf-8"))}))
 

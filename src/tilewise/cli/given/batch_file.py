@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tilewise.cli.early import check_target, kind_of_text
+from tilewise.cli.given.early import check_target, kind_of_text
 from tilewise.cli.program import BadInput
 from tilewise.cli.settings import DTYPES, LAYOUTS, OPS, PASSES, PRECISIONS, TASKS, Asked
 from tilewise.frontends.names import BUILTIN
