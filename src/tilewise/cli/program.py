@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import importlib
 import os
@@ -62,10 +63,16 @@ class Program(HelpedGroup):
             ctx.fail(f"{args[0]!r} is not a command: {', '.join(COMMANDS)} would do")
         return super().resolve_command(ctx, args)
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        """As in click; ``--help`` is printed here."""
+        with _pipe_open():
+            return super().make_context(*args, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. Where it is interrupted, say so and exit with 130."""
         try:
-            return super().invoke(ctx)
+            with _pipe_open():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             click.echo("tilewise: interrupted; what was measured is kept", err=True)
             ctx.exit(INTERRUPTED)
@@ -79,30 +86,38 @@ class Program(HelpedGroup):
             with warnings.catch_warnings():
                 warnings.showwarning = _show_warning
                 code = run()
-            _flush()
+            sys.stdout.flush()  # here, where an error is still told
         except click.ClickException as error:
             click.echo(f"tilewise: {one_line(error.format_message())}{_where_to_look(error)}", err=True)
             code = error.exit_code
         except click.Abort:
             click.echo("tilewise: interrupted", err=True)
             code = INTERRUPTED
-        except BrokenPipeError:  # whoever read the output has seen enough: no error to them
+        except (PipeClosed, BrokenPipeError):  # whoever read the output has seen enough: no error to them
             _leave_stdout()
             code = PIPE_CLOSED
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            _leave_stdout()
+            click.echo(f"tilewise: {error.filename or 'stdout'} cannot be written: {error.strerror}", err=True)
+            code = NO_PLAN
         if callable(code):  # a program of somebody else's: its errors and warnings are its own
             code = code()
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _flush() -> None:
-    """Write out what waits, here where an error is still told. Raises ``ClickException`` where the disk is full."""
+class PipeClosed(Exception):
+    """Nobody reads the output any more. It is no ``OSError``, whose exit status click decides."""
+
+
+@contextmanager
+def _pipe_open() -> Iterator[None]:
+    """Turn a closed pipe within into :class:`PipeClosed`."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        _leave_stdout()
-        raise click.ClickException(f"stdout cannot be written: {error.strerror}") from error
+        yield
+    except BrokenPipeError as error:
+        raise PipeClosed from error
 
 
 def _leave_stdout() -> None:

@@ -18,8 +18,8 @@ __all__ = ["mesh_document", "mesh_table", "mesh_text"]
 
 def mesh_table(choice: MeshChoice) -> Sheet:
     """Meshes by time per image, then those that cannot be used with their reasons, and one GPU alone last."""
-    numbers = ("ms an image", "speed-up", "step ms", "forward", "backward", "halos", "sums", "gradients")
-    numbers = (*numbers, "memory a GPU", "halos received", "times")
+    numbers = ["ms an image", "speed-up", "step ms", "forward", "backward", "halos", "sums", "gradients"]
+    numbers += ["memory a GPU", "halos received", "times"]
     table = Sheet((("mesh", ""), *((name, "right") for name in numbers), ("why not", "note")))
     alone = choice.single.cost
     for result in choice.results:

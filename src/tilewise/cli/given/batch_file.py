@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tilewise.cli.given.early import check_target, kind_of_text
 from tilewise.cli.program import BadInput
@@ -146,4 +147,5 @@ class _State:
         words = set(value.split(":"))
         if len(words) != 1 or not words <= known.keys():
             raise BadInput(f"{name}={value!r:.80}: one of {', '.join(known)} would do, the same for all tensors")
-        self.settings = replace(self.settings, **{option: known[words.pop()]})
+        chosen: dict[str, Any] = {option: known[words.pop()]}
+        self.settings = replace(self.settings, **chosen)
