@@ -58,6 +58,13 @@ def test_help_keeps_words_whole_and_to_the_width(path: tuple[str, ...], columns:
     assert examples
 
 
+@pytest.mark.parametrize("path", [(), ("advise",), ("wisdom",), ("kernels",), ("caffe",)], ids=" ".join)
+def test_commands_are_listed_with_whole_sentences(run, path: tuple[str, ...]) -> None:
+    text = " ".join(run(*path, "--help").stdout.partition("Commands:")[2].split())
+    assert "..." not in text
+    assert text.endswith(".")
+
+
 def test_options_stand_in_groups(run) -> None:
     text = run("plan", "--help").stdout
     places = [text.index(f"{heading}:") for heading in GROUPS if f"{heading}:" in text]

@@ -65,6 +65,17 @@ def test_no_line_is_too_long_and_no_word_broken(width: int) -> None:
     assert {"basis", "products", "batched", "12.5", "MiB", "needs", "three", "second", "mb8ic3", "lines"} <= said
 
 
+def test_a_number_is_never_without_its_heading() -> None:
+    table = Sheet((("problems", "right"), ("measurements", "right"), ("environment", "note")))
+    table.add_row("12", "345", "device=cpu torch=2.13.0")
+    assert lines(table, 21) == [
+        "    problems 12,",
+        "    measurements 345",
+        "    device=cpu",
+        "    torch=2.13.0",
+    ]
+
+
 def test_a_row_has_a_cell_for_each_column() -> None:
     with pytest.raises(ValueError, match="2 cells: 1 would do"):
         Sheet((("one", ""),)).add_row("a", "b")

@@ -34,6 +34,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 LAST = "Options"
 LEAST, NARROW = 30, 60
 """The least columns that help is written for, and those below which the help of an option stands below its name."""
+LONG = 1000
+"""Letters that a command's first sentence may have."""
 UNBROKEN = "\N{NON-BREAKING HYPHEN}"
 HYPHEN = re.compile(r"(?<=[\w-])-(?=\w)|-(?=-)")
 
@@ -116,6 +118,14 @@ def _heading(option: click.Option) -> str:
 
 
 class HelpedGroup(click.Group):
-    """A group whose help is written like that of its commands."""
+    """A group whose help is written like that of its commands, and says of each command its whole first sentence."""
 
     context_class = HelpContext
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands, each with its sentence, which click would cut off at the end of a line."""
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, each.get_short_help_str(LONG)) for name, each in commands.items() if each is not None]
+            )

@@ -128,7 +128,7 @@ class _Shape:
         said = [(c, *column) for c, column in zip(row.cells, sheet.columns, strict=True) if c.plain not in NOTHING]
         pairs, notes = [], []
         for index, (cell, heading, kind) in enumerate(said):
-            if not index:
+            if not index and kind != "right":
                 yield from _wrapped(console, cell, self.width)
             elif kind in ("text", "note"):
                 notes.append(cell)
