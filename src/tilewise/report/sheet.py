@@ -130,25 +130,27 @@ class _Shape:
         for index, (cell, heading, kind) in enumerate(said):
             if not index and kind != "right":
                 yield from _wrapped(console, cell, self.width)
-            elif kind in ("text", "note"):
+            elif kind == "note":
                 notes.append(cell)
+            elif kind == "text":
+                notes.append(Text(f"{heading} ").append_text(cell))
             else:
                 pairs.append(Text(f"{heading} ").append_text(cell))
-        yield from _packed(pairs, self.width)
+        yield from _packed(console, pairs, self.width)
         for text in notes:
             yield from _indented(console, text, self.width)
 
 
-def _packed(pairs: Sequence[Text], width: int) -> Iterator[Text]:
+def _packed(console: Console, pairs: Sequence[Text], width: int) -> Iterator[Text]:
     """As many of ``pairs`` in a line as have room, below a row."""
     line = Text()
     for pair in pairs:
         if line and INDENT + line.cell_len + 3 + pair.cell_len > width:
-            yield Text(" " * INDENT).append_text(line.append(","))
+            yield from _indented(console, line.append(","), width)
             line = Text()
         line.append(", " if line else "").append_text(pair)
     if line:
-        yield Text(" " * INDENT).append_text(line)
+        yield from _indented(console, line, width)
 
 
 def _beside(cells: Sequence[tuple[Text, int, str]], style: str = "") -> Text:

@@ -328,7 +328,7 @@ class Settings:
         default=0.02,
         metadata=about(
             Share(),
-            "With wait=False, the share of time for planning between steps.",
+            "While a program goes on, the share of its time for planning between steps.",
             "What a turn takes too much is paid back before the next one.",
             variable="TILEWISE_BACKGROUND_SHARE",
         ),
