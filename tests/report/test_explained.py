@@ -58,7 +58,7 @@ def shown(one: Explained, width: int = 200, verbose: bool = False) -> str:
 def test_the_answer_names_what_won_and_by_how_much() -> None:
     text = said(explained(FFT, LATE, TORCHS, *LEFT_OUT, *OUT))
     assert text == (
-        "The fastest for fprop is fft (basis 16 x 16): 1.000 ms, 2.00 times as fast as torch's own choice (2.000 ms), "
+        "The fastest for fprop is fft (basis 16x16): 1.000 ms, 2.00 times as fast as torch's own choice (2.000 ms), "
         "in 3.0 MiB of workspace. 3 candidates were timed, 3 left out by their estimates, 2 out for the reasons below."
     )
 
@@ -66,7 +66,7 @@ def test_the_answer_names_what_won_and_by_how_much() -> None:
 def test_the_answer_says_why_torchs_choice_stays_or_nothing_does() -> None:
     kept = explained(TORCHS, replace(FFT, time_ms=2.5))
     assert said(kept).startswith(
-        "Torch's own choice is kept for fprop: 2.000 ms. The fastest other, fft (basis 16 x 16, block 1), took "
+        "Torch's own choice is kept for fprop: 2.000 ms. The fastest other, fft (basis 16x16, block 1), took "
         "2.500 ms: 0.500 ms slower (25%). "
     )
     assert "nothing else was timed" in said(explained(TORCHS))
@@ -75,9 +75,7 @@ def test_the_answer_says_why_torchs_choice_stays_or_nothing_does() -> None:
     ]
     assert "the least that a candidate needs is 5 B" in said(explained(None, *over))
     assert "Wisdom has no plan for fprop" in said(explained(None, rigor="wisdom_only"))
-    assert said(explained(FFT, TORCHS, rigor="estimate")).startswith(
-        "By estimate alone fft (basis 16 x 16, block 1) is"
-    )
+    assert said(explained(FFT, TORCHS, rigor="estimate")).startswith("By estimate alone fft (basis 16x16, block 1) is")
 
 
 @pytest.mark.parametrize(
@@ -107,20 +105,7 @@ def test_reasons_are_in_words(device: str, m: Measurement, words: str) -> None:
 def test_candidates_stand_by_time_with_all_figures_and_the_lost_in_groups() -> None:
     lines = shown(explained(FFT, TORCHS, LATE, *LEFT_OUT, *OUT)).splitlines()
     assert "estimate ms" in lines[0]
-    assert lines[1].split() == [
-        "fft:",
-        "basis",
-        "16",
-        "x",
-        "16",
-        "1.500",
-        "1.000",
-        "12%",
-        "3.0",
-        "MiB",
-        "2e-07",
-        "chosen",
-    ]
+    assert lines[1].split() == "fft: basis 16x16 1.500 1.000 12% 3.0 MiB 2e-07 chosen".split()
     assert "0.250 ms slower (25%)" in lines[2]
     assert lines[3].split()[:4] == ["aten", "-", "2.000", "5%"]
     assert lines[4].startswith("winograd: tile 2, and 2 other configs")
@@ -148,6 +133,6 @@ def test_no_word_is_broken_however_narrow(width: int) -> None:
 
 def test_configs_in_words() -> None:
     config = Config(tile=(3, 8), lanes=16, shares=1, team="own", fused=True, packed=False, solver="row_gemm")
-    assert config_words(config) == "fused, 16 lanes, no packed, 1 share, computed by row gemm, own threads, tile 3 x 8"
+    assert config_words(config) == "fused, 16 lanes, no packed, 1 share, computed by row gemm, own threads, tile 3x8"
     assert config_words(Config(sizes=(64, 64, 32))) == "160 = 2x64 + 32"
     assert config_words(Config()) == ""

@@ -85,7 +85,7 @@ def plan_words(plan: Plan) -> str:
 
 
 def config_words(config: Mapping[str, object]) -> str:
-    """A config in words, as people read it: ``basis 32 x 32, products batched`` for ``basis=32x32 product=batched``.
+    """A config in words, as people read it: ``basis 32x32, products batched`` for ``basis=32x32 product=batched``.
 
     What is on is named, and what is off has "no" in front of it.
     """
@@ -104,7 +104,7 @@ def _setting(name: str, value: object) -> str:
     if isinstance(value, bool):
         return words if value else f"no {words}"
     if isinstance(value, tuple):
-        value = " x ".join(map(str, value))
+        value = "x".join(map(str, value))
     return f"{words} {str(value).replace('_', ' ')}".strip()
 
 
