@@ -1,4 +1,4 @@
-"""Draw the manual's pictures: ``draw_manual.py`` writes them to docs/pictures.
+"""Draw the manual's pictures: ``python -m tools.draw_manual`` writes them to docs/pictures.
 
 Where there is something to measure they show what was measured: the front and the times of steps come from
 benchmarks/results, and the rows of tiles from the library itself. What is only a sketch says so.
@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from svg import LINE, Drawing
+from tools.svg import LINE, Drawing
+
 from tilewise.notation import parse_layer
 from tilewise.problem import Pass
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from tools.svg import Drawing
+
+from tilewise.notation import parse_layer
+from tilewise.problem import Pass
+from tools import draw_manual
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import draw_manual  # noqa: E402
-from svg import Drawing  # noqa: E402
-from tilewise.notation import parse_layer  # noqa: E402
-from tilewise.problem import Pass  # noqa: E402
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -25,7 +23,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.mark.parametrize("name", draw_manual.DRAWN)
 def test_a_picture_is_what_its_script_draws(name: str) -> None:
     drawn = str(draw_manual.DRAWN[name]())
-    assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text("utf-8") == drawn, "python tools/draw_manual.py"
+    assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text("utf-8") == drawn, "python -m tools.draw_manual"
     pages = [path.read_text("utf-8") for path in (ROOT / "docs").rglob("*.md")]
     assert any(f"pictures/{name}.svg)" in page for page in pages)
 

@@ -28,7 +28,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--gpus", "--link-bandwidth", "--link-latency", "--gpus-per-node", "--node-bandwidth", "--node-latency",
     ),
     "How far to search": ("--within", "--batch-within", "--seconds"),
-    "Output": ("--output", "--json", "--verbose", "--fronts", "--candidates", "--iterations", "--picture", "--report"),
+    "Output": (
+        "--output", "--json", "--verbose", "--fronts", "--candidates", "--iterations", "--picture", "--report",
+        "--trace",
+    ),
 }  # fmt: skip
 """Options by the heading under which help lists them. What is in none of these stands under "Options"."""
 LAST = "Options"

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import click
 
+from tilewise.cli.helped import Helped
 from tilewise.cli.schemas import DOCUMENTS, schema_text
 
 __all__ = ["command"]
 
+EXAMPLES = (
+    ("tilewise schema > plan.schema.json", "The schema of what `plan --json` and `plan -o` write."),
+    ("tilewise schema time", "The schema of what `time --json` writes."),
+)
 
-@click.command("schema")
+
+@click.command("schema", cls=Helped, examples=EXAMPLES, short_help="Print the JSON Schema of a document.")
 @click.argument("document", type=click.Choice(DOCUMENTS), default="plan", metavar="[DOCUMENT]")
 def command(document: str) -> None:
     """Print the JSON Schema of DOCUMENT, a kind of document that tilewise writes.

@@ -407,10 +407,10 @@ def summary(model: nn.Module) -> Report:
     Raises ``ValueError`` for what is no module, and for a model that was not optimized, was restored since, or is a
     copy of an optimized one.
 
-    Example::
-
-        tilewise.optimize(model, images)
-        print(tilewise.summary(model))
+    >>> model = tilewise.optimize(torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16), rigor="estimate")
+    >>> found = tilewise.summary(model)
+    >>> [layer.kind for layer in found.layers]
+    ['Conv2d']
     """
     return report(model)
 

@@ -44,7 +44,7 @@ def _enable(root: str, options: dict[str, object], tell: bool) -> None:
     if absent:
         sys.path.append(root)
     try:
-        from tilewise.cli.enabling import enable
+        from tilewise.cli.given.enabling import enable
 
         enable(options, tell)
     finally:

@@ -18,7 +18,15 @@ LOGGER = logging.getLogger("tilewise")
 
 
 class NothingPlannedWarning(UserWarning):
-    """Nothing in a model could be planned, for the reason that it names. The model computes as it did."""
+    """Nothing in a model could be planned, for the reason that it names. The model computes as it did.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as found:
+    ...     warnings.simplefilter("always")
+    ...     model = tilewise.optimize(torch.nn.ReLU(), torch.randn(2, 3))
+    >>> found[0].category.__name__
+    'NothingPlannedWarning'
+    """
 
 
 def say(text: str, *, shown: bool = True, level: int = logging.INFO) -> None:

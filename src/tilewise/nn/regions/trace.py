@@ -232,7 +232,7 @@ def _is_attention_without_dropout(node: fx.Node) -> bool:
         return False
     names = [argument.name for argument in node.target._schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return given.get("dropout_p", 0.0) == 0.0
+    return bool(given.get("dropout_p", 0.0) == 0.0)
 
 
 def _is_restrided(node: fx.Node) -> bool:
