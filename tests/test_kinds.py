@@ -136,6 +136,7 @@ def test_it_is_explained_and_reported(package: Path, tmp_path: Path) -> None:
         from rich.console import Console
         from tilewise.planner.schedules.results import Layer, LayerResult, PassResult, summarize
         from tilewise.report import documents, tables
+        from tilewise.report.explained import Explained, explain_table
         from tilewise.report.layer_time import time_pass
 
         log = planner().explain(PROBLEM, LITTLE)
@@ -145,7 +146,7 @@ def test_it_is_explained_and_reported(package: Path, tmp_path: Path) -> None:
         assert result.replaced and result.framework_ms > 0 and result.planned_ms > 0
         layers = [LayerResult(Layer(("mine",), (PROBLEM,)), (result,))]
         console = Console(record=True, width=200, file=open("/dev/null", "w"))
-        console.print(tables.explain_table(log, "cpu"), tables.plan_table(layers), tables.time_table(layers))
+        console.print(explain_table(Explained(result, log)), tables.plan_table(layers), tables.time_table(layers))
         text = console.export_text()
         assert PROBLEM.key in text and "outer_items" in text and "forward" in text, text
         document = documents.explain_document({}, result, log)

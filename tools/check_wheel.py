@@ -89,6 +89,7 @@ NEEDS = {
     "from matplotlib import pyplot\npyplot.plot([1, 2])\npyplot.savefig('picture.png')\n",
     "peers": "import onnx, onnxruntime, openvino\nfrom tilewise.frontends.networks import load_network\n"
     "assert load_network('torchvision:squeezenet1_1')\nassert load_network('timm:mobilenetv3_small_050')\n",
+    "tutorials": "import diffusers, lightning, monai, timm\n",
     "docs": "import furo, myst_parser, sphinx\n",
     "release": "import build, twine\n",
     "dev": TESTED.format(root=str(ROOT)),
