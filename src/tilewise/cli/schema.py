@@ -10,7 +10,7 @@ from tilewise.cli.schemas import DOCUMENTS, schema_text
 __all__ = ["command"]
 
 EXAMPLES = (
-    ("tilewise schema > plan.schema.json", "The schema of what `plan --json` and `plan -o` write."),
+    ("tilewise schema plan", "The schema of what `plan --json` and `plan -o` write."),
     ("tilewise schema time", "The schema of what `time --json` writes."),
 )
 
