@@ -40,6 +40,7 @@ LONG = {
     "patches",
     "planner_time",
     "planning_wait",
+    "spatial_accuracy",
     "spatial_scaling",
     "spatial_tables",
     "step_memory",
