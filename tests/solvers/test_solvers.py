@@ -52,6 +52,8 @@ def cases(solvers: Iterable[Solver] = ()) -> list[object]:
             if solver.baseline and dtype != "fp32":
                 continue  # torch's own 16-bit arithmetic is not ours to vouch for: oneDNN errs in rare shapes
             marks = [pytest.mark.gpu] if device == "cuda" else []
+            if device == "cpu" and (reason := lacking(solver, pass_)):
+                marks.append(pytest.mark.skip(reason=reason))
             precisions = ("ieee", "tf32") if device == "cuda" and dtype == "fp32" else ("ieee",)
             for precision in precisions:
                 if lacks(solver, pass_, dims, dtype, precision, device) or (solver.name, dims) in SELDOM:
@@ -59,6 +61,12 @@ def cases(solvers: Iterable[Solver] = ()) -> list[object]:
                 name = f"{solver.name}-{pass_.value}-{dims}d-{dtype}-{precision}-{device}"
                 found.append(pytest.param(solver, pass_, dims, dtype, precision, device, id=name, marks=marks))
     return found
+
+
+def lacking(solver: Solver, pass_: Pass) -> str:
+    """What this machine's processor lacks for every problem of ``solver``; empty where it lacks nothing."""
+    p = ConvProblem(pass_, 2, 32, 32, (Axis(8, 1), Axis(8, 1)))
+    return next((reason for reason in solver.why_not(p) if "this processor" in reason), "")
 
 
 def lacks(solver: Solver, pass_: Pass, dims: int, dtype: str, precision: str, device: str) -> bool:

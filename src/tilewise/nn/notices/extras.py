@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 from collections.abc import Iterable
@@ -52,9 +51,15 @@ def say_missing(device_types: Iterable[str], extras: Iterable[Extra] = EXTRAS) -
             _say_once(extra)
 
 
-@functools.cache
+_asked: set[Extra] = set()
+"""Those that were looked for in this process."""
+
+
 def _say_once(extra: Extra) -> None:
-    """Say that ``extra`` is missing, where it is."""
+    """Say that ``extra`` is missing, where it is, the first time that it is looked for."""
+    if extra in _asked:
+        return
+    _asked.add(extra)
     try:
         found = importlib.util.find_spec(extra.module) is not None
     except ModuleNotFoundError:  # not even the package that it is in
