@@ -174,6 +174,11 @@ COMMANDS = {
     "plan alexnet --rigor fast": ("--rigor", "'fast'", "measure"),
     "plan alexnet --device tpu": ("--device", "tpu", "cpu"),
     "report no_such_file.json": ("no_such_file.json",),
+    "plan resnet50.pt": ("'resnet50.pt'", "weights", "module.path:factory"),
+    "plan 1,3,224,224": ("'1,3,224,224'", "a shape", "mb1ic3"),
+    "plna alexnet": ("'plna'", "did you mean 'plan'"),
+    "plan alexnet --workspace 64": ("--workspace", "64", "64MiB"),
+    "plan alexnet --workspace 64M": ("--workspace", "64M", "64MiB"),
 }
 """Command lines, and what their one line has."""
 AT_LEAST = 25

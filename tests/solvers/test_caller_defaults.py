@@ -127,7 +127,9 @@ def test_a_tensor_of_another_type_is_not_bound(solver: Solver, wrong: int) -> No
     """Kernels take addresses: a type that is not the problem's would be read as if it were."""
     p = next(filter(None, (layer(solver, pass_) for pass_ in Pass)), None)
     if p is None:
-        pytest.skip(f"{solver.name}: {test_solvers.lacking(solver, next(iter(solver.passes))) or 'takes no such layer'}")
+        pytest.skip(
+            f"{solver.name}: {test_solvers.lacking(solver, next(iter(solver.passes))) or 'takes no such layer'}"
+        )
     roles = (*p.operands, p.result)
     tensors = [torch.zeros(p.shape(role), dtype=p.torch_dtype(role)) for role in roles]
     tensors[wrong] = tensors[wrong].double()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import functools
 import importlib
@@ -60,7 +61,8 @@ class Program(HelpedGroup):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """As in click. A word that is no command is an error that names all commands."""
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
-            ctx.fail(f"{args[0]!r} is not a command: {', '.join(COMMANDS)} would do")
+            close = "".join(f"did you mean {name!r}? " for name in difflib.get_close_matches(args[0], COMMANDS, n=1))
+            ctx.fail(f"{args[0]!r} is not a command: {close}{', '.join(COMMANDS)} would do")
         return super().resolve_command(ctx, args)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:

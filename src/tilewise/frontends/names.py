@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,6 +23,9 @@ BUILTIN = (
 )
 """The built-in networks, as :data:`tilewise.frontends.zoo.BUILDERS` has them; a test holds both equal."""
 LIBRARIES = ("torchvision", "timm")
+CHECKPOINTS = {".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".onnx", ".caffemodel"}
+"""Ends of the names of files that hold weights."""
+SHAPE = re.compile(r"[(\[]?\d+(?:\s*[,x]\s*\d+)+,?[)\]]?")
 SHOWN = 12
 """Names that an error message lists before it only counts the rest."""
 
@@ -45,6 +49,8 @@ def check_name(spec: str) -> None:
             raise NetworkError(f"network {spec!r}: there is no such file")
     elif not colon:
         if spec not in BUILTIN:
+            if meant := _in_place_of_a_name(spec):
+                raise NetworkError(f"network {spec!r} {meant}")
             hint = "other networks: torchvision:NAME, timm:NAME, module.path:factory"
             raise NetworkError(f"network {spec!r} is not built in; {known(spec, BUILTIN)}; {hint}")
     elif source in LIBRARIES:
@@ -54,6 +60,18 @@ def check_name(spec: str) -> None:
         raise NetworkError(f"network {spec!r} does not read as module.path:factory")
     elif not _is_there(package := source.partition(".")[0]):
         raise NetworkError(f"network {spec!r}: there is no module {package!r} to import")
+
+
+def _in_place_of_a_name(spec: str) -> str:
+    """What was given in place of a network's name, and what would do; empty for what is a name."""
+    if Path(spec).suffix.lower() in CHECKPOINTS:
+        return (
+            "is a file of weights, which does not say what computes with them: "
+            "module.path:factory would do, a function that makes the model"
+        )
+    if SHAPE.fullmatch(spec):
+        return "is a shape, and no network or layer: a layer as text would do, such as mb1ic3ih224oc64kh7sh2ph3"
+    return ""
 
 
 def _is_there(package: str) -> bool:
