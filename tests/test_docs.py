@@ -27,7 +27,7 @@ def pages_with_blocks() -> list[Path]:
     return [page for page in pages if "_build" not in page.parts and BLOCK.search(page.read_text("utf-8"))]
 
 
-LONG = ("recurrent.md", "torch.md", "depthwise.md", "lightning.md", "monai.md", "timm.md", "unet.md")
+LONG = ("inference.md", "recurrent.md", "torch.md", "depthwise.md", "lightning.md", "monai.md", "timm.md", "unet.md")
 """Pages whose blocks train models or compile kernels for a long time."""
 LIBRARIES = ("diffusers", "lightning", "monai", "timm")
 """What tutorials plan, of which this environment may have none: they are the extra ``tutorials``."""

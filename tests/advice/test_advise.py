@@ -73,6 +73,7 @@ def test_it_holds_together(kind: str, planner: Planner) -> None:
     assert all(known[each.sizes] == each for each in found.points if each.sizes in known)
 
 
+@pytest.mark.slow
 def test_what_is_excluded_is_in_no_plan(planner: Planner) -> None:
     found = advise(SWEEPS["gemm"](), planner, Options(exclude=("aten_gemm",)), seconds=100)
     assert all(part.solver != "aten_gemm" for point in found.points for part in point.parts)

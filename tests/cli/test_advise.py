@@ -35,6 +35,7 @@ def test_rnn_as_tables(run):
     assert "points of hidden 6 to 6, batch 3 to 5" in result.stdout
 
 
+@pytest.mark.slow
 def test_gemm_as_a_document_and_a_picture(run, check_document, tmp_path):
     picture = tmp_path / "advice.png"
     result = run("advise", *GEMM, *FEW, "--json", "--picture", str(picture))
@@ -51,6 +52,7 @@ def test_gemm_as_a_document_and_a_picture(run, check_document, tmp_path):
     assert f"picture written to {picture}" in result.stderr
 
 
+@pytest.mark.slow
 def test_conv_draws_svg(run, tmp_path):
     picture = tmp_path / "advice.svg"
     others = [word for name in SLOW for word in ("--exclude", name)]

@@ -53,6 +53,7 @@ def test_unknown_names_are_bad_input(run: Run, command: str) -> None:
         assert word in line
 
 
+@pytest.mark.slow
 def test_a_schedule_has_its_own(run: Run, tmp_path: Path) -> None:
     file = str(tmp_path / "made.json")
     assert run("plan", LAYER, *FAST, "--exclude", "aten", "-o", file).exit_code == 0

@@ -99,6 +99,7 @@ def test_a_mistake_names_its_line(tmp_path: Path, text: str, words: str) -> None
     assert words in error.value.message
 
 
+@pytest.mark.slow
 def test_a_file_is_planned_and_timed(run, tmp_path: Path, check_document) -> None:
     file = tmp_path / "layers.txt"
     file.write_text('mb2ic3ih8oc4kh3n"a"\n--dir=FWD_D\nmb2ic3ih8oc4kh3\nmb1ic4ih8oc4kh1\n')

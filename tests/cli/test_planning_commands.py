@@ -104,6 +104,7 @@ def test_plan_writes_the_document_with_what_was_tried(run, check_document, tmp_p
     assert result.exit_code == 2
 
 
+@pytest.mark.slow
 def test_time_by_a_schedule(run, check_document, tmp_path):
     path = tmp_path / "s.json"
     Wisdom().remember_profile(environment("cpu").key, PROFILE)
@@ -179,6 +180,7 @@ def test_plan_of_a_network(run, check_document):
     assert document["summary"]["passes"] == 2 + 2 * 3 + 3 + 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_problems_are_those_that_optimize_plans(run, check_document, layout):
     arguments = ("some_networks:small", *FAST, "--batch", "2", "--layout", layout, "--json")
@@ -251,6 +253,7 @@ def test_time_of_a_layer(run, check_document):
         assert word in text
 
 
+@pytest.mark.slow
 def test_time_of_a_network(run, check_document):
     arguments = ("time", "some_networks:small", *FAST, "--batch", "2", "--iterations", "2")
     document = check_document(run(*arguments, "--json").stdout)

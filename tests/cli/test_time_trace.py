@@ -12,6 +12,7 @@ from tilewise.machine.device import environment
 from tilewise.wisdom import Wisdom
 
 
+@pytest.mark.slow
 def test_a_file_with_a_planned_step(run, tmp_path):
     Wisdom().remember_profile(environment("cpu").key, PROFILE)
     path = tmp_path / "step.json"

@@ -30,6 +30,7 @@ def _factory() -> Iterator[None]:
     del sys.modules["stepping_networks"]
 
 
+@pytest.mark.slow
 def test_a_step_within_a_limit(run, check_document):
     document = check_document(run("plan", "stepping_networks:two", *FAST, "--memory-limit", "1GiB", "--json").stdout)
     step = document["step_memory"]

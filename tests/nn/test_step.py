@@ -209,6 +209,7 @@ def test_what_it_needs_at_least_is_enough(kind: type[nn.Module]) -> None:
         limited(kind, least - 1)
 
 
+@pytest.mark.slow
 def test_more_memory_is_used_for_faster_plans() -> None:
     def time(model: nn.Module) -> float:
         return sum(one.plan.time_ms for _, _, one in report(model).passes() if one.plan is not None)

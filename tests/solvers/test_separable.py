@@ -66,6 +66,7 @@ def check(p: SeparableProblem, c: Config, seed: int = 1) -> None:
     assert float((got.double() - want).norm()) <= BOUND * max(float(want.norm()), 1e-3), c
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(p=separables(), data=st.data())
 def test_any_problem_in_any_division(p: SeparableProblem, data: st.DataObject) -> None:

@@ -57,6 +57,7 @@ def several() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     return Several().eval(), (torch.randn(2, 4, 6, 5), [torch.randn(1, 3, 9), torch.randn(1, 5, 7)]), {"names": ("a",)}
 
 
+@pytest.mark.slow
 def test_a_process_without_the_model_gives_its_results(tmp_path: Path) -> None:
     model, x = net(), torch.randn(2, 3, 9, 7)
     tilewise.export(model, x, tmp_path / "net", planner=First())
@@ -227,6 +228,7 @@ def test_another_machine_is_told(tmp_path: Path) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk: what was there before stays, and no half-written file does."""
     path = tmp_path / "model"
