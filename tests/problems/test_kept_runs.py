@@ -118,3 +118,8 @@ def test_a_block_within_another_keeps_in_the_outer_one() -> None:
             assert kept_runs() is outer
         assert kept_runs() is outer
     assert kept_runs() is None
+
+
+def test_nothing_is_kept_where_no_bytes_are_given() -> None:
+    with keeping_runs(0):
+        assert kept_runs() is None

@@ -13,7 +13,7 @@ from typing import Any
 from torch._C import _autograd as autograd
 from torch.autograd.profiler import record_function
 
-__all__ = ["PREFIX", "in_range", "range_name", "shown", "watched"]
+__all__ = ["PREFIX", "both_ranges", "in_range", "range_name", "shown", "watched"]
 
 PREFIX = "tilewise:"
 """How the names of all ranges begin."""
@@ -29,6 +29,15 @@ def range_name(layer: str, role: str, solver: str) -> str:
     ('tilewise: stem forward tiled_fft', 'tilewise: grad_input gemm_matmul')
     """
     return " ".join(filter(None, (PREFIX, layer, str(role), solver)))
+
+
+def both_ranges(layer: str, solver: str) -> tuple[str, str]:
+    """The names of the ranges of a layer's forward and backward by one solver.
+
+    >>> both_ranges("pool", "window_pooling")
+    ('tilewise: pool forward window_pooling', 'tilewise: pool backward window_pooling')
+    """
+    return range_name(layer, "forward", solver), range_name(layer, "backward", solver)
 
 
 def in_range(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,8 +15,8 @@ from typing import Protocol, TypeVar
 __all__ = ["KEPT_BYTES", "KeptRuns", "Run", "keeping_runs", "kept_runs"]
 
 
-KEPT_BYTES = 1 << 29
-"""What planning on a CPU keeps: a few layers of a large network."""
+KEPT_BYTES = {"cpu": 1 << 29}
+"""What planning keeps, by type of device. A CPU draws and computes slowly: a few layers of a large network."""
 
 
 class Run(Protocol):
@@ -71,11 +71,13 @@ def kept_runs() -> KeptRuns | None:
 def keeping_runs(most: int) -> Iterator[None]:
     """Let checks within keep up to ``most`` bytes of runs. Within another such block that one's runs are used.
 
+    With no bytes nothing is kept.
+
     >>> with keeping_runs(1 << 20):
     ...     kept_runs().most
     1048576
     """
-    if _open.get() is not None:
+    if not most or _open.get() is not None:
         yield
         return
     token = _open.set(KeptRuns(most))

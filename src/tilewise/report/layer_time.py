@@ -33,18 +33,12 @@ def time_pass(result: PassResult, deterministic: bool = False, iterations: int |
     """
     problem = result.problem
     with problem.flags(deterministic=deterministic):
-        operands = make_operands(problem)
-        bias = None
-        if problem.bias:
-            bias = operands[0].new_zeros(problem.shape(problem.result)[problem.bias_dim])
-        residual = make_residual(problem)
+        operands, bias, residual = _given(problem)
         calls: dict[str, Call] = {}
         if not solvers.baseline(problem).why_not(problem):
             calls["framework"] = framework_call(problem, operands, bias, residual)
         if result.plan is not None and result.replaced:
-            added = {} if residual is None else {"residual": residual}
-            bound = execute.bind(result.plan, problem, *operands)
-            calls["planned"] = functools.partial(bound, *operands, bias, **added)
+            calls["planned"] = _planned_call(problem, result.plan, operands, bias, residual)
         if not calls:
             return result
         begun = load.begin()
@@ -62,6 +56,28 @@ def time_pass(result: PassResult, deterministic: bool = False, iterations: int |
     )
 
 
+def _given(problem: Problem) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, torch.Tensor | None]:
+    """Operands, and bias and residual where the problem adds one."""
+    operands = make_operands(problem)
+    bias = None
+    if problem.bias:
+        bias = operands[0].new_zeros(problem.shape(problem.result)[problem.bias_dim])
+    return operands, bias, make_residual(problem)
+
+
+def _planned_call(
+    problem: Problem,
+    plan: Plan,
+    operands: tuple[torch.Tensor, ...],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> Call:
+    """A call of ``plan`` that makes a new result."""
+    added = {} if residual is None else {"residual": residual}
+    bound = execute.bind(plan, problem, *operands)
+    return functools.partial(bound, *operands, bias, **added)
+
+
 def time_runs(result: PassResult, deterministic: bool = False, iterations: int | None = None) -> list[float]:
     """Milliseconds on the device of each run of the plan of ``result``, with bias as in a network; none without a plan.
 
@@ -71,14 +87,8 @@ def time_runs(result: PassResult, deterministic: bool = False, iterations: int |
     if result.plan is None:
         return []
     with problem.flags(deterministic=deterministic):
-        operands = make_operands(problem)
-        bias = None
-        if problem.bias:
-            bias = operands[0].new_zeros(problem.shape(problem.result)[problem.bias_dim])
-        residual = make_residual(problem)
-        added = {} if residual is None else {"residual": residual}
-        bound = execute.bind(result.plan, problem, *operands)
-        call = functools.partial(bound, *operands, bias, **added)
+        operands, bias, residual = _given(problem)
+        call = _planned_call(problem, result.plan, operands, bias, residual)
         (times,) = rounds([call], operands[0].device, repeats=iterations or 0)
     return [took.device_ms for took in times]
 

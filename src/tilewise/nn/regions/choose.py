@@ -5,7 +5,6 @@ The whole model is tried first. Where it cannot be traced, each of its parts is 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -198,8 +197,8 @@ class RegionPlanner:
             raise Untraceable(inputs.obstacle)
         tensors = list(inputs.tensors)
         by_torch = functools.partial(type(module).forward, module, *args, **kwargs)
-        kept = keeping_runs(KEPT_BYTES) if self._device.type == "cpu" else contextlib.nullcontext()
-        with planning(), undisturbed(), kept, state_kept(module, (args, dict(kwargs))):
+        kept = KEPT_BYTES.get(self._device.type, 0)
+        with planning(), undisturbed(), keeping_runs(kept), state_kept(module, (args, dict(kwargs))):
             traced = trace(module, args, kwargs, functools.partial(type(module).forward, module))
             wanted = in_float64(traced, tensors)
             own = traced.module(*tensors)

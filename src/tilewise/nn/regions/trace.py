@@ -26,7 +26,10 @@ from tilewise.nn.layers.call import is_plain
 from tilewise.nn.layers.swaps import own_attributes
 from tilewise.nn.record import state_kept
 
-__all__ = ["Traced", "Untraceable", "before", "is_view", "layer_of", "obstacle", "root_of", "trace"]
+__all__ = ["ATTENTION", "Traced", "Untraceable", "before", "is_view", "layer_of", "obstacle", "root_of", "trace"]
+
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""Attention on a CPU. Each head of a query, key or value must lie in one piece, which it does not ask."""
 
 
 class Untraceable(Exception):
@@ -228,7 +231,7 @@ def _check(node: fx.Node) -> None:
 def _is_attention_without_dropout(node: fx.Node) -> bool:
     """Whether an operator of torch's is attention on a CPU, which draws random numbers for its dropout alone."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    if node.target is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+    if node.target is not ATTENTION:
         return False
     names = [argument.name for argument in node.target._schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}

@@ -27,7 +27,7 @@ from tilewise.nn.regions.fused import Call
 from tilewise.nn.regions.gates import join_ways, norm_ways, pixel_ways, pooling_products
 from tilewise.nn.regions.layouts import Way
 from tilewise.nn.regions.products import Product, products_of
-from tilewise.nn.regions.trace import Untraceable
+from tilewise.nn.regions.trace import ATTENTION, Untraceable
 from tilewise.nn.regions.units import JOINED, PRODUCT, VIEW, Strides, Unit, formats, normal, value_of
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem
@@ -114,10 +114,6 @@ class Times:
             return self._known[key]
         source, target = (self.example(shape, formats(shape)[i], dtype) for i in (-1, 0))
         return self.of(key, lambda: target.copy_(source))
-
-
-ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-"""Attention on a CPU without dropout. Each head of a query, key or value must lie in one piece."""
 
 
 def ways_of(

@@ -83,11 +83,11 @@ class Root:
     def undisturbed(self) -> Iterator[None]:
         """Set torch's flags as the problem wants them, and keep the caller's settings away.
 
-        On a CPU, which draws and computes slowly, what checks compare with is kept from one plan to the next.
+        What checks compare with is kept from one plan to the next.
         """
         problem, deterministic = self.problem, self.options.deterministic
-        kept = keeping_runs(KEPT_BYTES) if problem.device_type == "cpu" else contextlib.nullcontext()
-        with problem.flags(deterministic=deterministic), undisturbed(), kept:
+        kept = KEPT_BYTES.get(problem.device_type, 0)
+        with problem.flags(deterministic=deterministic), undisturbed(), keeping_runs(kept):
             yield
 
     def measure_baseline(self) -> None:

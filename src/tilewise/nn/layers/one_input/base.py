@@ -20,8 +20,6 @@ from tilewise.nn.layers.kinds import Call, Layer, ModuleKind
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.swaps import copies_itself, swapped
 from tilewise.nn.layers.weights import Weights
-from tilewise.nn.ranges import range_name
-from tilewise.plan import Plan
 from tilewise.problems.base import Problem
 
 __all__ = ["OneInputCall", "OneInputKind", "OneInputLayer", "Run"]
@@ -81,10 +79,6 @@ class OneInputLayer(abc.ABC):
     def problems(self, call: OneInputCall) -> Mapping[str, Problem]:
         """The problem of a call. That of a call with gradients is the backward's as well: one plan runs both."""
         return {"forward": call.problem}
-
-    def ranges(self, plan: Plan) -> tuple[str, str]:
-        """The names under which a profiler shows forward and backward by ``plan``."""
-        return range_name(self.name, "forward", plan.solver), range_name(self.name, "backward", plan.solver)
 
     def knows(self, call: OneInputCall) -> bool:
         """Whether such a call was resolved already."""

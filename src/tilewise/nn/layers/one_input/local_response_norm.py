@@ -19,7 +19,7 @@ from tilewise.nn.layers.bound_pass import BoundPass, Slot
 from tilewise.nn.layers.call import autocast_dtype, disturbed, is_plain
 from tilewise.nn.layers.one_input.base import OneInputKind, OneInputLayer
 from tilewise.nn.layers.overrides import stand_ins
-from tilewise.nn.ranges import shown
+from tilewise.nn.ranges import both_ranges, shown
 from tilewise.problems.base import DTYPE_NAMES, dense_strides, layout_of
 from tilewise.problems.lrn.problem import LrnProblem
 from tilewise.solvers.lrn._lrn import LrnPasses, LrnSolver
@@ -212,7 +212,7 @@ class LrnLayer(OneInputLayer):
         passes = solver.passes(problem, config, call.device) if isinstance(solver, LrnSolver) else None
         if passes is None:
             return f"{solver.name}: cannot run forward and backward apart, as a module needs them"
-        return LrnRun(problem, strides, passes, bound.slots, self.ranges(bound.plan))
+        return LrnRun(problem, strides, passes, bound.slots, both_ranges(self.name, bound.plan.solver))
 
 
 class LocalResponseNorms(OneInputKind):

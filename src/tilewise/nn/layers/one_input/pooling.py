@@ -20,7 +20,7 @@ from tilewise.nn.layers.bound_pass import BoundPass, Slot
 from tilewise.nn.layers.call import disturbed, is_plain
 from tilewise.nn.layers.one_input.base import OneInputKind, OneInputLayer
 from tilewise.nn.layers.overrides import stand_ins
-from tilewise.nn.ranges import shown
+from tilewise.nn.ranges import both_ranges, shown
 from tilewise.problems.base import DTYPE_NAMES
 from tilewise.problems.pooling.problem import PoolingProblem
 from tilewise.solvers.pooling._pooling import Pooler, PoolingSolver
@@ -144,7 +144,7 @@ class PoolingLayer(OneInputLayer):
         if not isinstance(solver, PoolingSolver):
             return f"{solver.name}: cannot run forward and backward apart, as a module needs them"
         pooler = solver.pooler(problem, bound.plan.config, call.device)
-        return PoolingRun(problem, pooler, bound.slots, self.ranges(bound.plan))
+        return PoolingRun(problem, pooler, bound.slots, both_ranges(self.name, bound.plan.solver))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from tilewise.nn.layers.recurrent.call import Given, RecurrentCall, describe, gi
 from tilewise.nn.layers.recurrent.compiled import Known, publish
 from tilewise.nn.layers.recurrent.repeated import RepeatedCall
 from tilewise.nn.layers.recurrent.run import RecurrentRun
-from tilewise.nn.ranges import range_name
-from tilewise.plan import Plan
+from tilewise.nn.ranges import both_ranges
 from tilewise.problems.recurrent.problem import RecurrentProblem
 from tilewise.solvers import SolverUnavailable
 from tilewise.solvers.recurrent._recurrent import RecurrentSolver
@@ -139,7 +138,7 @@ class RecurrentLayer:
             self.plan_table.refuse(problem, call.deterministic, reason)
             return RecurrentRun(problem, call.device, None, (), several)
         layer = solver.layer(problem, bound.plan.config)
-        ranges, shared = (_ranges(name, bound.plan) for name in (self.name, ""))
+        ranges, shared = (both_ranges(name, bound.plan.solver) for name in (self.name, ""))
         run = RecurrentRun(problem, call.device, layer, bound.slots, several, solver, bound.plan.config, ranges)
         if self.plan_table.traced and not call.packed and len(self.known) < MOST_CALLS:
             # Layers of equal plans share what is published, so that it has no layer's name.
@@ -154,11 +153,6 @@ class RecurrentLayer:
         self._runs.clear()
         self._latest = None
         self.known.clear()
-
-
-def _ranges(name: str, plan: Plan) -> tuple[str, str]:
-    """The names under which a profiler shows forward and backward of a layer ``name``."""
-    return range_name(name, "forward", plan.solver), range_name(name, "backward", plan.solver)
 
 
 def _calls_of(plan_table: PlanTable) -> Recent[RecurrentCall, RecurrentCall]:
