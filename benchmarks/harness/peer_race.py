@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,8 @@ class Subject:
     network: Network
     module: nn.Module
     x: torch.Tensor
+    by_plan: dict[str, int] = field(default_factory=dict)
+    """Under ``"last"``: how many layers and regions of the side that was planned last run by plan."""
 
     def copied(self, layout: str) -> tuple[nn.Module, torch.Tensor]:
         """The module and the input in one layout."""
@@ -88,9 +90,15 @@ class Subject:
         training = self.race.mode == "train"
         if not training:
             options |= {"training": False, "frozen": True}
+        self.plan(module, x, **options)
+        return module, x
+
+    def plan(self, module: Any, x: torch.Tensor, **options: Any) -> None:
+        """Let ``module``, which may be compiled, run by plan, and count what does."""
         with self.autocast():
             tilewise.optimize(module, x, rigor=self.race.rigor, **options)
-        return module, x
+        told = tilewise.nn.report(module)
+        self.by_plan["last"] = sum(each.replaced for each in told.layers) + sum(each.kept for each in told.regions)
 
     def autocast(self) -> torch.autocast:
         """Autocast of training steps in bf16."""
@@ -198,9 +206,16 @@ def _planned(**options: Any) -> Callable[[Subject], Run]:
 
 
 def _planned_compiled(mode: str) -> Callable[[Subject], Run]:
+    """Inference is planned and then compiled; a training step is compiled first, as plans are then compared so."""
+
     def build(subject: Subject) -> Run:
-        module, x = subject.planned()
-        return subject.run(subject.compiled(module, x, mode), module, x)
+        if subject.race.mode == "infer":
+            module, x = subject.planned()
+            return subject.run(subject.compiled(module, x, mode), module, x)
+        module, x = subject.copied(subject.race.layout)
+        compiled = subject.compiled(module, x, mode)
+        subject.plan(compiled, x)
+        return subject.run(compiled, module, x)
 
     return build
 
@@ -248,6 +263,8 @@ def raced(race: Race) -> dict[str, Any]:
             ready_s = time.perf_counter() - start
             error_of = None if want is None else float((got.double() - want).norm() / want.norm())
             facts[name] = {"error": error_of, "ready_s": ready_s}
+            if name.startswith(OURS):
+                facts[name]["by_plan"] = subject.by_plan.get("last", 0)
             print(f"  {race.network}, {name}: ready in {ready_s:.0f} s", file=sys.stderr, flush=True)
         took = in_turns(runs, race)
     sides = {

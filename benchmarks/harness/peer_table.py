@@ -130,10 +130,11 @@ def _rows(case: Case, race: Mapping[str, Any] | None) -> list[Row]:
     best, peer = min(ours, key=lambda side: side.value), min(others, key=lambda side: side.value)
     details = {"case": case.network, "batch": case.batch, "mode": case.mode, "dtype": case.dtype,
                "sides": race["sides"], "tilewise": race["tilewise"]}  # fmt: skip
+    planned = bool(race["sides"][best.what].get("by_plan", 1))  # earlier runs did not count
     if case.mode == "train":
-        return [Row(case.name, TRAINING, peer, best, details=details)]
-    rows = [Row(case.name, BEST, peer, best, details=details)]
-    rows += [Row(case.name, f"over {side.what}", side, best) for side in others]
+        return [Row(case.name, TRAINING, peer, best, replaced=planned, details=details)]
+    rows = [Row(case.name, BEST, peer, best, replaced=planned, details=details)]
+    rows += [Row(case.name, f"over {side.what}", side, best, replaced=planned) for side in others]
     for name in [name for name in sides if name.startswith("compile")]:
         with_us = OURS + " compiled" + name.removeprefix("compile")
         if with_us in sides:
