@@ -170,3 +170,36 @@ def test_times_of_a_gpu_that_hold_a_part_of_the_hosts_are_measured_again(
     known = {("fft", 1, CONFIG): m}
     Again().drop(SMALL.key, known, Options())
     assert known
+
+
+@pytest.mark.parametrize("rigor", ["measure", "wisdom_only"])
+def test_a_plan_that_torch_has_overtaken_is_decided_anew(machine: Machine, path: Path, rigor: str) -> None:
+    """One search keeps torch's new time for all: a plan of other options must not stay beside a faster torch."""
+    machine.load, machine.fft_ms = QUIET, 5.0
+    limited = replace(UNDIVIDED, workspace=1 << 30)
+    assert Planner(wisdom=Wisdom(path)).plan_many([SMALL], limited)[SMALL].solver == "fft"
+    machine.own_ms = 3.0
+    assert Planner(wisdom=Wisdom(path)).plan(SMALL, UNDIVIDED).solver == "aten"
+    assert kept(path)["aten"].time_ms == 3.0
+    planner = Planner(wisdom=Wisdom(path))
+    plan = planner.plan_many([SMALL], replace(limited, rigor=rigor))[SMALL]
+    if rigor == "measure":
+        assert (plan.solver, plan.time_ms) == ("aten", 3.0)
+        assert planner.plan(SMALL, limited) is plan
+    else:  # nothing may be measured
+        assert (plan.solver, plan.time_ms) == ("fft", 5.0)
+
+
+def test_a_plan_is_not_decided_anew_for_noise_or_where_torch_may_not_be_taken(
+    machine: Machine, path: Path, measured: list[int]
+) -> None:
+    machine.load, machine.fft_ms = QUIET, 5.0
+    limits = [replace(UNDIVIDED, workspace=1 << 30), replace(UNDIVIDED, exclude=("aten",))]
+    for options in limits:
+        assert Planner(wisdom=Wisdom(path)).plan_many([SMALL], options)[SMALL].solver == "fft"
+    for own_ms, options in ((4.9, limits[0]), (3.0, limits[1])):
+        machine.own_ms = own_ms
+        Planner(wisdom=Wisdom(path)).plan(SMALL, UNDIVIDED if own_ms == 4.9 else replace(UNDIVIDED, workspace=1 << 31))
+        measured[0] = 0
+        assert Planner(wisdom=Wisdom(path)).plan_many([SMALL], options)[SMALL].solver == "fft"
+        assert not measured[0]

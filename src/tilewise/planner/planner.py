@@ -17,6 +17,7 @@ from tilewise.plan import Measurement, Plan
 from tilewise.planner.caches.again import Again
 from tilewise.planner.caches.fronts import FrontCache
 from tilewise.planner.caches.measurements import MeasurementCache, baselines
+from tilewise.planner.caches.overtaken import overtaken
 from tilewise.planner.caches.plans import PlanCache
 from tilewise.planner.caches.rates import Rates
 from tilewise.planner.caches.refusals import Refusals
@@ -120,6 +121,7 @@ class Planner:
         distinct = list(dict.fromkeys(problems))
         options = _asked(options, *distinct)
         self._plans.preload(distinct, options)
+        self._look_for_overtaken(distinct, options)
         tell = self.progress or _silent
         far = _Far(tell, len(distinct))
         self.plan_ahead(distinct, options, far.told)
@@ -132,6 +134,14 @@ class Planner:
                 plans[problem] = self.plan(problem, options)
         tell(len(distinct), len(distinct), "")
         return {problem: plans[problem] for problem in distinct}
+
+    def _look_for_overtaken(self, problems: Sequence[Problem], options: Options) -> None:
+        """Have those problems planned again whose remembered plans torch's own choice has overtaken."""
+        if options.rigor in MEASURING:
+            with self._lock:
+                known = {problem: self.remembered(problem, options) for problem in problems}
+            plans = {problem: plan for problem, plan in known.items() if plan is not None}
+            self._again.overtake(problem.key for problem in overtaken(self.wisdom, plans, options))
 
     def plan_ahead(self, problems: Sequence[Problem], options: Options, told: Callable[[Problem], None]) -> None:
         """Measure on all devices at once what :meth:`plan` would measure here; ``told`` hears of each when it is done.

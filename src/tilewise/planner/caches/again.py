@@ -1,6 +1,8 @@
-"""Which problems are measured again because the host was busy when they were measured, and when."""
+"""Which problems are planned again: those measured on a busy host, when it is quiet, and those that torch overtook."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from tilewise.machine import load
 from tilewise.plan import Measurement, Plan, device_of, is_busy
@@ -22,18 +24,28 @@ class Again:
         """Keys of the problems that were planned again, and whether a front was looked for."""
         self._dropped: set[str] = set()
         """Keys of the problems whose doubtful measurements were dropped."""
+        self._overtaken: set[str] = set()
+        """Keys of the problems whose plans torch's own choice has overtaken."""
         self._waiting: set[str] = set()
         """Keys of the problems in memory that were measured on a busy host."""
 
     def is_wanted(self, plan: Plan, options: Options, *, front: bool = False) -> bool:
         """Whether the problem of ``plan``, which was found before alone or in a ``front``, is to be planned again."""
-        if options.rigor not in MEASURING or not plan.busy or (plan.problem, front) in self._planned:
+        if options.rigor not in MEASURING or (plan.problem, front) in self._planned:
             return False
-        return _is_quiet(plan.device)
+        if plan.problem in self._overtaken and not front:
+            return True
+        return plan.busy and _is_quiet(plan.device)
+
+    def overtake(self, problems: Iterable[str]) -> None:
+        """Note that torch's own choice has overtaken the remembered plans of the problems with these keys."""
+        self._overtaken.update(problems)
 
     def begin(self, problem: str, *, front: bool = False) -> None:
         """Note that the problem with this key is planned again now."""
         self._planned.add((problem, front))
+        if not front:
+            self._overtaken.discard(problem)
 
     @property
     def waiting(self) -> tuple[str, ...]:
