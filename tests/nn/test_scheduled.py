@@ -31,6 +31,7 @@ from tilewise.planner import Planner
 from tilewise.planner.gate import is_offered
 from tilewise.planner.schedules.follow import follow
 from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.wisdom import Wisdom
 
 
 class Never(Dividing):
@@ -375,3 +376,22 @@ def test_two_processes(tmp_path: Path, kernels: Path) -> None:
         variables["OMP_NUM_THREADS"] = "1"
         done = run_script("-c", SCRIPT, step, str(tmp_path / "s.json"), environment=variables)
         assert done.returncode == 0, done.stderr
+
+
+def test_what_wisdom_holds_as_checked_is_not_checked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Following a schedule on the machine that made it costs no more than wisdom does."""
+    asked = {"rigor": "estimate", "exclude": ("aten",)}
+    planner, other = (Planner(wisdom=Wisdom(tmp_path / name)) for name in ("here.sqlite3", "there.sqlite3"))
+    made_here = tilewise.schedule(tilewise.optimize(network(), X, planner=planner, **asked))
+    confirmed: list[Planner] = []
+
+    def confirming(self: Planner, *args: Any, **kwargs: Any) -> Any:
+        confirmed.append(self)
+        return confirm(self, *args, **kwargs)
+
+    confirm = Planner.confirm
+    monkeypatch.setattr(Planner, "confirm", confirming)
+    tilewise.optimize(network(), X, planner=planner, schedule=made_here, **asked)
+    assert not confirmed
+    tilewise.optimize(network(), X, planner=other, schedule=made_here, **asked)
+    assert confirmed.count(other) == KERNELS, "a planner that knows nothing checks what it is given"

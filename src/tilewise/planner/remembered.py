@@ -27,6 +27,7 @@ __all__ = [
     "read_fronts",
     "read_plans",
     "satisfying",
+    "written",
 ]
 
 MOST_MS, MOST_WORKSPACE = 1e9, 1 << 50

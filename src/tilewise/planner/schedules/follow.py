@@ -12,6 +12,7 @@ from tilewise.planner.gate import why_unfit
 from tilewise.planner.measuring.times import NOISE
 from tilewise.planner.options import Options
 from tilewise.planner.planner import Planner
+from tilewise.planner.remembered import written
 from tilewise.planner.schedules.results import PassResult
 from tilewise.planner.schedules.schedule import Schedule
 from tilewise.problems.base import Problem
@@ -43,7 +44,7 @@ def entry_of(schedule: Schedule, problem: Problem) -> PassResult | None:
 
 
 def follow(schedule: Schedule, problem: Problem, options: Options, planner: Planner) -> Followed:
-    """The plan that ``schedule`` has for ``problem``, checked here under ``options``.
+    """The plan that ``schedule`` has for ``problem``, checked here under ``options``, or known to be from wisdom.
 
     Under a budget a kernel may take the workspace of its plan. On a CPU the measured peak varies by up to 128 KiB
     from run to run: so much more passes the check. Where the schedule is from another environment, or its plan
@@ -71,6 +72,9 @@ def follow(schedule: Schedule, problem: Problem, options: Options, planner: Plan
         return Followed(None, reason, limit)
     if plan.solver == solvers.baseline(problem).name and options.workspace is None and options.error_limit is None:
         return Followed(plan, "", limit, entry.framework_ms)  # torch itself, of which nothing more is asked
+    known = planner.remembered(problem, options)
+    if known is not None and written(known) == written(plan):
+        return Followed(known, "", limit, entry.framework_ms)  # it was checked here under the same options
     checked, reason = planner.confirm(problem, plan, options)
     if reason:
         return Followed(None, f"its plan was refused: {plan.solver} {reason}", limit)
