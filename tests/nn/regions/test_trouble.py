@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
+from tests.nn.regions.kept import keep
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -174,3 +176,30 @@ def test_arguments_by_name_and_nested_results(words: bool) -> None:
         assert found["nested"][1] == (3, None)
         found, want = (found["y"], found["nested"][0]), (want["y"], want["nested"][0])
     torch.testing.assert_close(found, want)
+
+
+class Grouped(nn.Module):
+    """A group norm, which on a CPU refuses inputs that lie in neither layout, of a tensor seen through views."""
+
+    def __init__(self, seen: str) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1)
+        self.inner, self.seen = nn.Linear(8, 8), seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.seen == "rows":
+            return self.inner(self.norm(y.flatten(2)).transpose(1, 2))
+        if self.seen == "permuted":
+            return self.last(self.norm(self.inner(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)))
+        return self.last(self.norm(y.transpose(2, 3) if self.seen == "transposed" else y[:, :, ::2, ::2]))
+
+
+@pytest.mark.parametrize("seen", ["rows", "permuted", "transposed", "sliced"])
+def test_an_operator_that_refuses_a_format_is_run_in_another(monkeypatch: pytest.MonkeyPatch, seen: str) -> None:
+    torch.manual_seed(0)
+    model, x = Grouped(seen).eval(), torch.randn(2, 4, 8, 6, dtype=torch.float32, device="cpu")
+    want = copy.deepcopy(model)
+    keep(monkeypatch, model, x)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), want(x), rtol=1e-4, atol=1e-5)
