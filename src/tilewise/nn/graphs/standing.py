@@ -32,6 +32,8 @@ _GLOBAL_HOOKS = (
     "_global_backward_pre_hooks",
 )
 _TABLES = ("_parameters", "_buffers", "_modules")
+MARKS = frozenset({"_is_torch_compile"})
+"""Attributes that ``torch.compile`` sets on a module that it is given. They change nothing of what it computes."""
 _data_ptr = torch.Tensor.data_ptr
 NO_COUNT = sys.version_info >= (3, 12)
 """Whether native code cannot read how often a dictionary has changed."""
@@ -70,7 +72,9 @@ class Contents:
         for (what, table), before in zip(self.tables, self._values, strict=True):
             if len(table) != len(before) or any(before.get(key, self) is not value for key, value in table.items()):
                 changed = [key for key in {**before, **table} if before.get(key, self) is not table.get(key, self)]
-                return f"{what.format(changed[0])} has changed" if changed else f"{what} have changed"
+                told = [key for key in changed if key not in MARKS]
+                if told or not changed:
+                    return f"{what.format(told[0])} has changed" if told else f"{what} have changed"
         return ""
 
 

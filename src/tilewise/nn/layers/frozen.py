@@ -24,7 +24,7 @@ from tilewise.nn.layers.plan_table import PlanTable, planning, table_of
 from tilewise.planner.measuring.times import interleaved
 from tilewise.problems.operands import make_bias, make_operands
 
-__all__ = ["Compared", "chosen", "is_frozen_by_inductor", "is_kept"]
+__all__ = ["Compared", "chosen", "compiler_of_trace", "is_frozen_by_inductor", "is_kept"]
 
 MARGIN = 0.97
 """Our layers stay where the network's convolutions take less than this share of what they would take in Inductor's."""
@@ -61,7 +61,7 @@ def is_kept(plans: str, number: int) -> bool:
         return True
     kept = plans in _kept_of(table)
     if not kept:
-        install(_compiler(), number)
+        install(compiler_of_trace(), number)
     return kept
 
 
@@ -74,7 +74,7 @@ def is_frozen_by_inductor() -> bool:
     import torch._dynamo.config
     import torch._inductor.config
 
-    compiler = _compiler()
+    compiler = compiler_of_trace()
     if getattr(compiler, "_compiler_name", None) != "inductor":
         return False
     options: dict[str, Any] = getattr(compiler, "get_compiler_config", dict)() or {}
@@ -83,7 +83,7 @@ def is_frozen_by_inductor() -> bool:
     return kept and bool(options.get("freezing", process))
 
 
-def _compiler() -> Any:
+def compiler_of_trace() -> Any:
     """What compiles the graph that is being traced."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 

@@ -43,6 +43,8 @@ __all__ = ["RegionPlanner", "why_no_regions"]
 Filter = Callable[[str, nn.Module], bool]
 MOST_CALLS = 4
 """Kinds of calls of one module that are planned ahead."""
+COMPILED = "compiled"
+"""The name under which the report tells what regions run by within ``torch.compile``."""
 LEAST_SPEEDUP = 1.0
 """A region is kept where the lower end of its speedup's 95 % interval is above this."""
 
@@ -82,7 +84,7 @@ class RegionPlanner:
         self.model, self._device = model, device
         self._asked, self._weights, self._filter = asked, weights, filter_fn
         self._times = Times(device)
-        self._plans = RegionPlans(plan_table)
+        self._plans, self._facts = RegionPlans(plan_table), plan_table.facts
         is_shown = isinstance(plan_table.planner.progress, Late)
         self._shown = Late("programs of a region", "timing", "timed") if is_shown else None
         self.reports: list[RegionReport] = []
@@ -135,7 +137,8 @@ class RegionPlanner:
         """Let a module run by its programs."""
         plan_call = functools.partial(self._on_sight, name)
         on_sight = self._asked.unplanned == "plan"
-        regional = Regional(module, plan_call, self._retraced, self._device, on_sight=on_sight)
+        note = functools.partial(_note, self._facts, name)
+        regional = Regional(module, plan_call, self._retraced, self._device, on_sight=on_sight, note=note)
         for part in module.modules():
             swap_back(part)
         run_by_programs(module, regional)
@@ -298,6 +301,11 @@ class RegionPlanner:
             traced = trace(module, args, kwargs, functools.partial(type(module).forward, module))
         rewrite(traced.graph)
         return traced, _code(traced)
+
+
+def _note(facts: dict[str, Any], name: str, outcome: Mapping[str, Any]) -> None:
+    """Keep for the report what was faster where the region ``name`` was compiled."""
+    facts.setdefault(COMPILED, []).append({"region": name, **outcome})
 
 
 def _code(traced: Traced) -> str:

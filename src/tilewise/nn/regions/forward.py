@@ -28,6 +28,8 @@ from tilewise.nn.graphs.standing import Standing
 from tilewise.nn.layers.call import is_plain
 from tilewise.nn.layers.swaps import swap, swapped
 from tilewise.nn.programs.program import where_expected
+from tilewise.nn.regions.compiled.operator import Known
+from tilewise.nn.regions.compiled.traced import Compilations, trace
 from tilewise.nn.regions.region import Planning
 from tilewise.nn.regions.trace import Traced, Untraceable, obstacle
 
@@ -75,8 +77,8 @@ class Regional:
     """The programs of one module, and of what became of its calls.
 
     ``plan_call`` plans a call of a kind that was not seen before, where ``on_sight`` allows it, for tensors on
-    ``device``. ``expected`` are the
-    kinds that are planned at their first call in any case: those of the module that this one is a copy of.
+    ``device``. ``expected`` are the kinds that are planned at their first call in any case: those of the module that
+    this one is a copy of. ``note`` is told what was faster where the module is compiled.
     """
 
     def __init__(
@@ -87,11 +89,12 @@ class Regional:
         device: torch.device,
         *,
         on_sight: bool,
+        note: Callable[[dict[str, Any]], object],
         expected: frozenset[tuple[Any, ...]] = frozenset(),
     ) -> None:
         self._module, self._device = weakref.ref(module), device
         self._plan_call, self._retrace, self._on_sight = plan_call, retrace, on_sight
-        self._expected = expected
+        self._expected, self._note = expected, note
         self._ready: Recent[tuple[Any, ...], Ready] = Recent(2 * MOST_PROGRAMS)
         self._refused: Recent[tuple[Any, ...], str] = Recent(2 * MOST_ON_SIGHT)
         self._last: Ready | None = None
@@ -100,6 +103,7 @@ class Regional:
         self._lock = threading.RLock()
         self._seen = 0
         self.without: Counter[str] = Counter()
+        self.compilations = Compilations(module, self, note)
         self.resting = False
         """Whether all calls run without programs for now."""
 
@@ -107,6 +111,22 @@ class Regional:
     def kinds(self) -> frozenset[tuple[Any, ...]]:
         """The kinds of calls that have a program or are to get one."""
         return self._expected | frozenset(self._ready)
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether these are the programs of ``module``, and not of one that it is a copy of."""
+        return self._module() is module
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its programs run on a CPU."""
+        return self._device.type == "cpu"
+
+    @property
+    def standing(self) -> list[Ready]:
+        """The programs that would run now: the module and torch's flags are as they were."""
+        state = modes(self._device.type)
+        with self._lock:
+            return [each for each in self._ready.values() if each.modes == state and not each.standing.difference()]
 
     def add(self, ready: Ready) -> None:
         """Take a program that was planned ahead."""
@@ -116,8 +136,9 @@ class Regional:
     def copied(self, module: nn.Module) -> Regional:
         """The same for a copy of the module: its programs are made when it is called first."""
         return Regional(
-            module, self._plan_call, self._retrace, self._device, on_sight=self._on_sight, expected=self.kinds
-        )
+            module, self._plan_call, self._retrace, self._device,
+            on_sight=self._on_sight, note=self._note, expected=self.kinds,
+        )  # fmt: skip
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the module returns: by a program where there is one, else as its class computes."""
@@ -222,13 +243,14 @@ class Regional:
         return reason
 
 
-_regional: weakref.WeakKeyDictionary[nn.Module, Regional] = weakref.WeakKeyDictionary()
+_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that have programs. A module holds its own, by its forward: with a program lives all that it reads."""
 
 
 def regional_of(module: nn.Module) -> Regional | None:
     """The programs by which a module runs; ``None`` where it does not."""
-    forward = swapped(module)
-    return _regional.get(module) if hasattr(forward, REGION) else None
+    regional = getattr(swapped(module), REGION, None)
+    return regional if isinstance(regional, Regional) and regional.is_of(module) else None
 
 
 def run_by_programs(module: nn.Module, regional: Regional) -> None:
@@ -236,12 +258,25 @@ def run_by_programs(module: nn.Module, regional: Regional) -> None:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return type(self).forward(self, *args, **kwargs)
-        own = _regional.get(self)
-        if own is None:
-            own = _regional.setdefault(self, regional.copied(self))
-        return own(self, args, kwargs)
+            return trace(self, args, kwargs, _kinds_of)
+        if regional.is_of(self):
+            return regional(self, args, kwargs)
+        run_by_programs(self, regional.copied(self))
+        return self.forward(*args, **kwargs)
 
-    setattr(forward, REGION, True)
-    _regional[module] = regional
+    setattr(forward, REGION, regional)
+    _modules.add(module)
     swap(module, forward)
+
+
+def _kinds_of(number: int) -> tuple[Known, ...]:
+    """The kinds of calls of the module with this ``id`` that the graph being traced may hold as operators."""
+    for module in list(_modules):
+        regional = regional_of(module)
+        if id(module) == number and regional is not None and regional.on_cpu:
+            return regional.compilations.known(regional.standing)
+    return ()
+
+
+# What ``torch.compiler.assume_constant_result`` sets: calling that would import Dynamo here, which takes seconds.
+_kinds_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""Planned regions inside ``torch.compile``."""
