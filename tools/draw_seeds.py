@@ -17,6 +17,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tilewise.machine.files import whole_file
+
 ROOT = Path(__file__).parents[1]
 STATE = ROOT / ".test-seeds.json"
 CHUNK = 10
@@ -97,9 +99,8 @@ def run(job: Job, state: dict[str, dict[str, object]], path: Path) -> None:
         failed = [*failed, f"{job.first}-{job.last}"]
         print(result.stdout[-20000:], result.stderr[-4000:], flush=True)
     state[job.file] = {"digest": before, "done": job.last, "failed": failed}
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(state, indent=1, sort_keys=True), "utf-8")
-    partial.replace(path)
+    with whole_file(path) as file:
+        json.dump(state, file, indent=1, sort_keys=True)
     lines = result.stdout.strip().splitlines()
     print(f"{job.file} seeds {job.first}-{job.last}: {lines[-1] if lines else 'no output'}", flush=True)
 

@@ -16,7 +16,6 @@ from click.testing import CliRunner, Result
 from tests.report.schedules import schedule
 
 from tilewise.cli import cli
-from tilewise.machine.files import whole_file
 
 
 def report(*arguments: str) -> Result:
@@ -66,24 +65,6 @@ def test_a_device_without_room_is_one_line(source):
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert line == "tilewise: -o: stdout cannot be written: No space left on device"
-
-
-def test_whole_files(tmp_path):
-    path = tmp_path / ("🧠" * 60)
-    with whole_file(path) as file:
-        file.write("new\n")
-        assert not path.exists()
-    assert path.read_bytes() == b"new\n"
-    link = tmp_path / "link"
-    link.symlink_to(path)
-    with pytest.raises(ZeroDivisionError), whole_file(link) as file:
-        print("half", 1 // 0, file=file)
-    assert path.read_text() == "new\n"
-    with whole_file(link) as file:
-        file.write("newer")
-    assert link.is_symlink()
-    assert path.read_text() == "newer"
-    assert {entry.name for entry in tmp_path.iterdir()} == {path.name, "link"}
 
 
 @pytest.mark.parametrize("share", [0.1, 0.35, 0.5, 0.77, 0.999])

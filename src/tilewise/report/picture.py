@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewise.advice import Advice, Point
+from tilewise.machine.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +29,8 @@ def draw_advice(advice: Advice, head: dict[str, Any], path: str) -> None:
     for panel, curve in zip(panels, curves, strict=False):
         _draw(panel, advice, curve)
     figure.suptitle(f"{head['target']}\n{head['device']}, {head['options']['dtype']}", fontsize="medium")
-    figure.savefig(path, dpi=120, metadata={"Date": None} if path.endswith(".svg") else None)
+    with replacing(path, ending=Path(path).suffix) as partial:
+        figure.savefig(partial, dpi=120, metadata={"Date": None} if path.endswith(".svg") else None)
 
 
 def _draw(panel: Axes, advice: Advice, curve: list[Point]) -> None:

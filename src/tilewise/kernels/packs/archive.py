@@ -7,7 +7,6 @@ import hashlib
 import os
 import stat
 import struct
-import threading
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -25,6 +24,7 @@ from tilewise.kernels.packs.manifest import (
     Manifest,
     PackError,
 )
+from tilewise.machine.files import replacing
 
 __all__ = ["Pack", "has_kernels", "is_pack", "opened", "write"]
 
@@ -153,31 +153,23 @@ def write(path: Path, head: Manifest, contents: Iterable[tuple[Entry, bytes]]) -
     file cannot be written, and :class:`PackError` where there are more entries or bytes than a pack may have, or where
     a device lies in its place.
     """
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        raise PackError(f"{path}: is no regular file, and a pack would take its place; another name would do")
-    partial = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.partial")
     entries: dict[str, Entry] = {}
     try:
-        with partial.open("xb") as file:
-            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, allowZip64=False) as archive:
-                for entry, content in contents:
-                    if entry.path not in entries:
-                        whole = replace(entry, size=len(content), sha256=hashlib.sha256(content).hexdigest())
-                        entries[entry.path] = whole
-                        _add(archive, entry.path, content)
-                manifest = replace(head, entries=tuple(sorted(entries.values())))
-                data = manifest.to_bytes()
-                Manifest.from_bytes(data)  # what cannot be read again is not worth writing
-                _add(archive, MANIFEST, data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
+        with (
+            replacing(path, PackError) as partial,
+            zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, allowZip64=False) as archive,
+        ):
+            for entry, content in contents:
+                if entry.path not in entries:
+                    whole = replace(entry, size=len(content), sha256=hashlib.sha256(content).hexdigest())
+                    entries[entry.path] = whole
+                    _add(archive, entry.path, content)
+            manifest = replace(head, entries=tuple(sorted(entries.values())))
+            data = manifest.to_bytes()
+            Manifest.from_bytes(data)  # what cannot be read again is not worth writing
+            _add(archive, MANIFEST, data)
     except zipfile.LargeZipFile as error:
         raise PackError(f"{path}: {error}; fewer networks in a pack would do") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
     return manifest
 
 

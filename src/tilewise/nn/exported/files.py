@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilewise.machine.files import replacing
 from tilewise.machine.workspaces import aligned
 from tilewise.nn.exported.values import ExportError
 
@@ -37,15 +36,8 @@ def write(path: Path, fields: dict[str, Any], tensors: dict[str, Tensor]) -> int
     except ImportError as error:
         raise ExportError(f"exporting takes safetensors: {INSTALL}") from error
     document = {"schema": SCHEMA, "version": VERSION, **fields, "digest": _digest(tensors)}
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    beside = Path(name)
-    try:
-        save_file(tensors, beside, metadata={"tilewise": json.dumps(document, allow_nan=False)})
-        beside.chmod(0o666 & ~_umask())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replacing(path) as partial:
+        save_file(tensors, partial, metadata={"tilewise": json.dumps(document, allow_nan=False)})
     return path.stat().st_size
 
 
@@ -100,10 +92,3 @@ def _digest(tensors: dict[str, Tensor]) -> str:
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())
         digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _umask() -> int:
-    """The process's mask of permissions."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

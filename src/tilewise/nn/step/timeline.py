@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tilewise.machine.files import replacing
 from tilewise.nn.step.step import Step
 from tilewise.nn.step.trace import profiled, why_not_traced
 
@@ -114,12 +114,10 @@ def write_timeline(step: Step, file: Path, facts: Mapping[str, object]) -> None:
             step()
             _wait(step.device)
     ending = ".json.gz" if file.name.endswith(".gz") else ".json"
-    with tempfile.TemporaryDirectory(prefix=".tilewise-", dir=file.parent) as folder:
-        made = Path(folder, f"trace{ending}")
-        recorded.export_chrome_trace(str(made))
-        if not made.is_file() or not made.stat().st_size:
+    with replacing(file, ending=ending) as partial:
+        recorded.export_chrome_trace(str(partial))
+        if not partial.is_file() or not partial.stat().st_size:
             raise OSError(f"file={str(file)!r}: torch's profiler wrote nothing; room on the disk would do")
-        made.replace(file)
 
 
 def _wait(device: torch.device) -> None:

@@ -33,11 +33,12 @@ def export(net: Net, output: str | os.PathLike[str]) -> tuple[str, str]:
     >>> [path.rpartition("/")[2] for path in paths]
     ['net.py', 'net.pth']
     """
-    from tilewise.frontends.caffe.files.atomic import replacing
+    from tilewise.frontends.caffe.errors import CaffeError
+    from tilewise.machine.files import replacing
 
     text = module_text(net)
     module, state = f"{os.fspath(output)}.py", f"{os.fspath(output)}.pth"
     write_torch_state(state, torch_state(net))
-    with replacing(module) as partial:
+    with replacing(module, CaffeError) as partial:
         partial.write_text(text, "utf-8")
     return module, state

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tilewise.frontends.caffe.errors import CaffeError
-from tilewise.frontends.caffe.files.atomic import replacing
 from tilewise.frontends.caffe.layers.base import Layer
 from tilewise.frontends.caffe.layers.normalization import BatchNorm
 from tilewise.frontends.caffe.net import LoadReport, Net
+from tilewise.machine.files import replacing
 
 __all__ = ["load_torch_state", "read_torch_state", "torch_state", "write_torch_state"]
 
@@ -106,7 +106,7 @@ def write_torch_state(path: str | os.PathLike[str], state: Mapping[str, Tensor])
     wrong = [name for name, value in state.items() if type(name) is not str or not isinstance(value, Tensor)]
     if wrong:
         raise CaffeError(f"state has {wrong[0]!r}, which is no tensor; tensors by name would do")
-    with replacing(path) as partial, partial.open("wb") as file:
+    with replacing(path, CaffeError) as partial, partial.open("wb") as file:
         torch.save(dict(state), file)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from tilewise.frontends.caffe.errors import CaffeError, warn
-from tilewise.frontends.caffe.files.atomic import replacing
 from tilewise.frontends.caffe.files.blobs import Array, blob_of, blob_size, write_blob
 from tilewise.frontends.caffe.files.mapped import message_of
 from tilewise.frontends.caffe.files.wire import BYTES, Message, encoded_varint, key, length_prefixed
+from tilewise.machine.files import replacing
 
 __all__ = ["read_caffemodel", "write_caffemodel"]
 
@@ -81,7 +81,7 @@ def write_caffemodel(
     """
     left = dict(weights)
     numbers = _OF_FORM[_LAYER]
-    with replacing(path) as partial, partial.open("wb") as file:
+    with replacing(path, CaffeError) as partial, partial.open("wb") as file:
         file.write(length_prefixed(_NET_NAME, name.encode("utf-8")) if name else b"")
         for layer, definition in layers:
             _write_layer(file, definition, left.pop(layer, ()))

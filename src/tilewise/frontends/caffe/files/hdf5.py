@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from tilewise.frontends.caffe.errors import CaffeError
-from tilewise.frontends.caffe.files.atomic import replacing
 from tilewise.frontends.caffe.files.blobs import MOST_AXES, Array
 from tilewise.frontends.caffe.files.mapped import mapped, opened
+from tilewise.machine.files import replacing
 
 __all__ = ["read_history_h5", "read_weights_h5", "write_datasets_h5", "write_history_h5", "write_weights_h5"]
 
@@ -67,7 +67,7 @@ def write_weights_h5(
     for name in (*layers, *weights):
         if any(part in {"", "."} for part in name.split("/")):
             raise CaffeError(f"layer {name!r} has no name that HDF5 can keep; letters, digits and _ would do")
-    with replacing(path) as partial, _written(partial) as file:
+    with replacing(path, CaffeError) as partial, _written(partial) as file:
         data = file.create_group("data")
         for name in dict.fromkeys([*layers, *weights]):
             group = data.require_group(name)
@@ -77,7 +77,7 @@ def write_weights_h5(
 
 def write_datasets_h5(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
     """Write arrays as the datasets of their names. An existing file stays until the new one is complete."""
-    with replacing(path) as partial, _written(partial) as file:
+    with replacing(path, CaffeError) as partial, _written(partial) as file:
         for name, array in arrays.items():
             file.create_dataset(name, data=_stored(array))
 
@@ -86,7 +86,7 @@ def write_history_h5(
     path: str | os.PathLike[str], iteration: int, learned_net: str, step: int, history: Sequence[Array]
 ) -> None:
     """Write a solver's state. The blobs must have been checked."""
-    with replacing(path) as partial, _written(partial) as file:
+    with replacing(path, CaffeError) as partial, _written(partial) as file:
         file.create_dataset("iter", data=np.array([iteration], np.int32))
         if learned_net:
             # With a zero at the end: Caffe reads it as text of C.

@@ -23,7 +23,7 @@ def mapped(path: str | os.PathLike[str]) -> memoryview:
     """The bytes of a file, which cannot be written to. They stay readable as long as anything refers to them.
 
     The file must not be made shorter meanwhile, or the process ends when it reads what is gone. Replacing it, as
-    :func:`~tilewise.frontends.caffe.files.atomic.replacing` does, is safe. Raises
+    :func:`~tilewise.machine.files.replacing` does, is safe. Raises
     :class:`~tilewise.frontends.caffe.errors.CaffeError` for what is no file or empty, and ``OSError`` where it cannot
     be read.
     """

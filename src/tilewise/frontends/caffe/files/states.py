@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from tilewise.frontends.caffe.errors import CaffeError
-from tilewise.frontends.caffe.files.atomic import replacing
 from tilewise.frontends.caffe.files.blobs import Array, blob_of, checked, write_blob
 from tilewise.frontends.caffe.files.hdf5 import read_history_h5, write_history_h5
 from tilewise.frontends.caffe.files.mapped import HDF5, begins_with, message_of
 from tilewise.frontends.caffe.files.weights import is_hdf5_name
 from tilewise.frontends.caffe.files.wire import BYTES, VARINT, encoded_varint, key, length_prefixed
+from tilewise.machine.files import replacing
 
 __all__ = ["SavedSolver", "read_mean", "read_solverstate", "write_mean", "write_solverstate"]
 
@@ -98,7 +98,7 @@ def write_solverstate(path: str | os.PathLike[str], state: SavedSolver) -> None:
     if is_hdf5_name(path):
         write_history_h5(path, state.iter, state.learned_net, state.current_step, history)
         return
-    with replacing(path) as partial, partial.open("wb") as file:
+    with replacing(path, CaffeError) as partial, partial.open("wb") as file:
         file.write(key(_ITER, VARINT) + encoded_varint(state.iter))
         if state.learned_net:
             file.write(length_prefixed(_LEARNED_NET, state.learned_net.encode("utf-8")))
@@ -150,6 +150,6 @@ def write_mean(path: str | os.PathLike[str], mean: Any) -> None:
     # The four old fields, which every version of Caffe reads.
     axes = enumerate((1, *array.shape), 1)
     head = b"".join(key(number, VARINT) + encoded_varint(size) for number, size in axes)
-    with replacing(path) as partial, partial.open("wb") as file:
+    with replacing(path, CaffeError) as partial, partial.open("wb") as file:
         file.write(head + key(_MEAN_DATA, BYTES) + encoded_varint(numbers.nbytes))
         file.write(numbers.reshape(-1).view(np.uint8).data)

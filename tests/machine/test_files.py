@@ -13,7 +13,7 @@ import pytest
 
 from tilewise.frontends.caffe.errors import CaffeError
 from tilewise.frontends.caffe.files import SavedSolver, read_weights, write_mean, write_solverstate, write_weights
-from tilewise.frontends.caffe.files.atomic import replacing
+from tilewise.machine.files import replacing, whole_file
 
 
 @pytest.fixture
@@ -94,6 +94,14 @@ def test_permissions_and_links_stay(tmp_path: Path) -> None:
     finally:
         os.umask(mask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    mask = os.umask(0o027)
+    try:
+        with replacing(path) as partial:
+            partial.unlink()
+            partial.touch(0o600)  # as writers do that put a file of their own there
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
     path.chmod(0o604)
     link.symlink_to("file")
     with replacing(link) as partial:
@@ -104,16 +112,73 @@ def test_permissions_and_links_stay(tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_stays(tmp_path: Path) -> None:
-    with pytest.raises(CaffeError, match="is no file; a new path or that of a file would do"), replacing(tmp_path):
-        pass
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(CaffeError, match="is no file"), replacing(pipe):
-        pass
+    for place in (tmp_path, pipe):
+        with pytest.raises(OSError, match="is no file; a new path or that of a file would do"), replacing(place):
+            pass
+        with pytest.raises(CaffeError, match="is no file; a new path"), replacing(place, CaffeError):
+            pass
+    with pytest.raises(CaffeError, match="is no file; a new path"):
+        write_mean(pipe, LARGE)
     with pytest.raises(CaffeError, match="pipe is no file"):
         read_weights(pipe)
     with pytest.raises(FileNotFoundError), replacing(tmp_path / "none" / "file"):
         pass
+    assert names(tmp_path) == ["pipe"]
+
+
+def test_a_name_as_long_as_names_may_be_and_an_ending_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / ("🧠" * 60)
+    with replacing(path, ending=".json.gz") as partial:
+        assert partial.name.endswith(".json.gz")
+        partial.write_bytes(b"new")
+    assert path.read_bytes() == b"new"
+    assert names(tmp_path) == [path.name]
+
+
+def test_a_failure_that_takes_the_new_file_along_is_the_one_that_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    stopped = replacing(path)
+    stopped.__enter__().unlink()
+    assert not stopped.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_text_goes_into_a_pipe_and_leaves_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with whole_file(pipe) as file:
+        file.write("text")
+    assert os.read(reader, 100) == b"text"
+    closed = whole_file(pipe)
+    closed.__enter__().write("nobody reads")
+    os.close(reader)
+    with pytest.raises(BrokenPipeError):
+        closed.__exit__(None, None, None)
+    assert names(tmp_path) == ["pipe"]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_whole_text_files(tmp_path: Path) -> None:
+    path = tmp_path / ("🧠" * 60)
+    with whole_file(path) as file:
+        file.write("new\n")
+        assert not path.exists()
+    assert path.read_bytes() == b"new\n"
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with pytest.raises(ZeroDivisionError), whole_file(link) as file:
+        print("half", 1 // 0, file=file)
+    assert path.read_text() == "new\n"
+    with whole_file(link) as file:
+        file.write("newer")
+    assert link.is_symlink()
+    assert path.read_text() == "newer"
+    assert {entry.name for entry in tmp_path.iterdir()} == {path.name, "link"}
 
 
 def test_weights_that_are_in_use_stay_readable_while_their_file_is_replaced(tmp_path: Path) -> None:
