@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.report.schedules import schedule
+from tests.report.test_advice import HEAD, advice
 
 from tilewise import solvers
-from tilewise.cli.given.early import solver_names
+from tilewise.declared import names_at_once, solver_names
 from tilewise.frontends.names import BUILTIN
 from tilewise.frontends.zoo import BUILDERS
 from tilewise.problems.recurrent.tensors import CELLS
 from tilewise.problems.texts import recurrent
+from tilewise.report.advice import advise_document
 
 LAYER = "mb4ic3ih12oc8oh12kh3ph1"
 PROGRAM = """
@@ -109,8 +112,21 @@ def test_documents_that_are_none_and_wisdom_need_no_torch(tmp_path: Path) -> Non
     assert ends(commands, tmp_path) == [[2, []], [0, []], [0, []]]
 
 
+def test_pages_need_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "net.json").write_text(json.dumps(schedule(3)), "utf-8")
+    (tmp_path / "advice.json").write_text(json.dumps(advise_document(HEAD, advice())), "utf-8")
+    commands = [["report", "net.json"], ["report", "advice.json", "-o", "-"]]
+    assert ends(commands, tmp_path) == [[0, []], [0, []]]
+    assert "alexnet" in (tmp_path / "net.html").read_text("utf-8")
+
+
 def test_names_that_are_read_without_torch_are_those_there_are() -> None:
     assert solver_names() == tuple(solver.name for solver in solvers.all_solvers())
+    assert (
+        names_at_once()
+        == {solver.name for solver in solvers.all_solvers() if getattr(solver, "at_once", False)}
+        != set()
+    )
     assert tuple(BUILDERS) == BUILTIN
     assert recurrent.CELLS == CELLS
 

@@ -12,8 +12,8 @@ from rich.text import Text
 from tilewise.plan import Config, Error, Measurement, Plan
 from tilewise.problems.conv.notation import parse_layer
 from tilewise.report.explained import Explained, answer, explain_table, why_not
-from tilewise.report.tables import config_words
 from tilewise.report.values import PassResult
+from tilewise.report.words import config_words
 
 ON = {device: parse_layer("mb8ic3ih12oc8oh12kh3ph1", device=device) for device in ("cpu", "cuda:H100")}
 TORCHS = Measurement("aten", 4, Config(), 2.0, 2**20, host_ms=0.02, dispersion=0.05)

@@ -12,7 +12,7 @@ from tilewise.plan import Config, Error, Plan
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.notation import parse_layer
 from tilewise.problems.conv.problem import ConvProblem, Pass
-from tilewise.report import tables
+from tilewise.report import tables, words
 from tilewise.report.values import Layer, LayerResult, NetworkTime, PassResult, StepTime, describe, summarize
 
 PROBLEM = parse_layer("mb8ic3ih12oc8oh12kh3ph1")
@@ -67,9 +67,9 @@ def test_what_was_not_timed_is_not_compared():
 
 
 def test_times_have_four_digits():
-    shown = [tables.format_ms(value) for value in (0.01234, 1.234, 12.34, 123.4, 1234.5, None, math.nan)]
+    shown = [words.format_ms(value) for value in (0.01234, 1.234, 12.34, 123.4, 1234.5, None, math.nan)]
     assert shown == ["0.012", "1.234", "12.34", "123.4", "1234", "-", "-"]
-    assert [tables.format_ratio(value) for value in (1.634, None)] == ["1.63x", "-"]
+    assert [words.format_ratio(value) for value in (1.634, None)] == ["1.63x", "-"]
 
 
 def test_a_divided_plan_prints_as_a_tree():

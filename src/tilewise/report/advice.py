@@ -9,7 +9,8 @@ from rich.markup import escape
 from tilewise.advice import Advice, Part, Point
 from tilewise.planner.schedules.results_json import document, number, problem_json
 from tilewise.report.sheet import Sheet
-from tilewise.report.tables import NOTHING, format_ms, format_ratio, light_table, marked
+from tilewise.report.tables import light_table
+from tilewise.report.words import NOTHING, format_ms, format_ratio, marked
 
 __all__ = ["advice_table", "advice_text", "advise_document"]
 

@@ -13,8 +13,8 @@ from tilewise.plan import Measurement, Plan, format_bytes, is_busy
 from tilewise.planner.measuring.replacing import MARGIN, loses_by_launches
 from tilewise.planner.measuring.took import Took
 from tilewise.report.sheet import Sheet
-from tilewise.report.tables import NOTHING, config_words, format_ms, format_ratio, marked, plan_words
 from tilewise.report.values import PassResult, is_left
+from tilewise.report.words import NOTHING, config_words, format_ms, format_ratio, marked, plan_words
 
 __all__ = ["Explained", "answer", "explain_table"]
 

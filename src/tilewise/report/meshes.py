@@ -11,7 +11,7 @@ from tilewise.distributed.mesh.cost import LinkSpeed
 from tilewise.plan import format_bytes
 from tilewise.planner.schedules.results_json import document
 from tilewise.report.sheet import Sheet
-from tilewise.report.tables import format_ms, format_ratio
+from tilewise.report.words import format_ms, format_ratio
 
 __all__ = ["mesh_document", "mesh_table", "mesh_text"]
 

@@ -11,8 +11,9 @@ from rich.markup import escape
 from tilewise.plan import format_bytes
 from tilewise.problems.base import Problem
 from tilewise.report.sheet import Sheet
-from tilewise.report.tables import LEFT, NOTHING, format_ms, layer_line, no_plan, plan_words
+from tilewise.report.tables import layer_line, no_plan
 from tilewise.report.values import LayerResult, is_left
+from tilewise.report.words import LEFT, NOTHING, format_ms, plan_words
 
 __all__ = ["runs_table", "runs_text"]
 

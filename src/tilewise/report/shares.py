@@ -9,7 +9,8 @@ from rich.markup import escape
 
 from tilewise.plan import Measurement
 from tilewise.report.sheet import Sheet
-from tilewise.report.tables import format_ms, format_ratio, light_table
+from tilewise.report.tables import light_table
+from tilewise.report.words import format_ms, format_ratio
 
 __all__ = ["MeasuredShare", "measured_shares", "shares_table"]
 

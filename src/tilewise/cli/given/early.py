@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from tilewise.cli.program import BadInput, bad_input
 from tilewise.cli.settings import OPS, PASSES, TASKS, Asked, workspace_bytes
+from tilewise.declared import solver_names
 from tilewise.frontends.names import check_name
 from tilewise.plan import parse_bytes
 from tilewise.problems.texts.conv import looks_like_layer, read_layer
@@ -26,12 +26,9 @@ __all__ = [
     "check_solvers",
     "check_target",
     "kind_of_text",
-    "solver_names",
 ]
 
 DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?")
-NAMED = re.compile(r'^    name, version = "(\w+)", \d+$', re.MULTILINE)
-"""The line by which a solver says its name."""
 KINDS: dict[str, tuple[Callable[[str], bool], tuple[str, ...]]] = {
     "pooling": (looks_like_pooling, TASKS),
     "lrn": (looks_like_lrn, TASKS),
@@ -141,13 +138,6 @@ def check_solvers(flag: str, names: Iterable[str]) -> None:
             close = difflib.get_close_matches(name.lower(), known)
             meant = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
             raise BadInput(f"{flag}: {name!r:.80} is no solver; {meant}`tilewise info` lists all {len(known)}")
-
-
-def solver_names() -> tuple[str, ...]:
-    """Names of all solvers, sorted, as their files have them. Importing these would import torch."""
-    folder = Path(__file__).parents[2] / "solvers"
-    files = (path for path in folder.rglob("*.py") if not path.name.startswith("_"))
-    return tuple(sorted({name for path in files for name in NAMED.findall(path.read_text("utf-8"))}))
 
 
 def check_file(argument: str, path: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tilewise.report.page.advice_document import AdviceReport, Place
 from tilewise.report.page.html import Child, Markup, escaped, table, tag
 from tilewise.report.page.words import NOTHING, count, format_ms, numbers, short
-from tilewise.report.tables import marked
+from tilewise.report.words import marked
 
 __all__ = ["advice_line", "advice_sections"]
 

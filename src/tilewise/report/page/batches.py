@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tilewise import solvers
+from tilewise.declared import names_at_once
 from tilewise.plan import Plan
 from tilewise.report.page.contents import Part, Report
 from tilewise.report.page.html import Child, Markup, table, tag
@@ -22,7 +22,7 @@ from tilewise.report.page.words import (
     short,
     size,
 )
-from tilewise.report.tables import NOTHING, marked
+from tilewise.report.words import NOTHING, marked
 
 __all__ = ["batches_section", "folded"]
 
@@ -120,7 +120,7 @@ def _runs(plan: Plan) -> Iterator[Run]:
 
 def at_once(plan: Plan) -> bool:
     """Whether a split's parts run at the same time."""
-    return any(solver.name == plan.solver and getattr(solver, "at_once", False) for solver in solvers.all_solvers())
+    return plan.solver in names_at_once()
 
 
 def _letter(index: int) -> str:

@@ -22,7 +22,7 @@ from tilewise.report.page.words import (
     short,
     size,
 )
-from tilewise.report.tables import marked
+from tilewise.report.words import marked
 
 __all__ = ["fronts_section"]
 

@@ -29,7 +29,7 @@ from tilewise.report.page.words import (
     size,
     varies,
 )
-from tilewise.report.tables import marked
+from tilewise.report.words import marked
 
 __all__ = ["layers_section"]
 

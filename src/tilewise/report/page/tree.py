@@ -23,7 +23,7 @@ from tilewise.report.page.words import (
     short,
     size,
 )
-from tilewise.report.tables import marked, walk
+from tilewise.report.words import marked, walk
 
 __all__ = ["inside"]
 

@@ -7,8 +7,7 @@ import math
 from tilewise.plan import Error, Plan, format_bytes
 from tilewise.report.page.contents import Part
 from tilewise.report.page.html import Markup, tag
-from tilewise.report.tables import BUSY, LEFT, NOTHING, format_ms, format_ratio, plan_name
-from tilewise.report.values import is_left
+from tilewise.report.words import BUSY, LEFT, NOTHING, format_ms, format_ratio, plan_name
 
 __all__ = [
     "BUSY", "DIFFERENT", "LEFT", "NAME", "NOTHING", "anchor", "clean_size", "count", "distance", "format_ms",
@@ -89,7 +88,7 @@ def root_text(part: Part) -> str:
     """What runs for a pass, in one line."""
     if part.plan is None:
         return "no plan"
-    return LEFT if is_left(part.plan) else plan_text(part.plan)
+    return plan_text(part.plan) if part.replaced else LEFT
 
 
 def name_of(part: Part) -> str:
