@@ -149,7 +149,7 @@ def test_it_is_explained_and_reported(package: Path, tmp_path: Path) -> None:
         console.print(explain_table(Explained(result, log)), tables.plan_table(layers), tables.time_table(layers))
         text = console.export_text()
         assert PROBLEM.key in text and "outer_items" in text and "forward" in text, text
-        document = documents.explain_document({}, result, log)
+        document = documents.explain_document({}, Explained(result, log))
         assert document["problem"]["key"] == PROBLEM.key and document["problem"]["pass"] == "forward"
         json.dumps(document)
         assert summarize(layers).replaced == 1

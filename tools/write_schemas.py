@@ -60,6 +60,7 @@ RANGES: dict[str, dict[str, Schema]] = {
     },
     "layer": {"names": {"minItems": 1}, "names[]": {"maxLength": LONGEST}},
     "pass": {"framework_ms": MILLISECONDS, "planned_ms": MILLISECONDS, "load": SHARE},
+    "run times": {"count": SOME, "least_ms": MILLISECONDS, "median_ms": MILLISECONDS},
     "problem": {"key": NAME},
     "candidate": {
         "solver": NAME,
@@ -81,6 +82,10 @@ RANGES: dict[str, dict[str, Schema]] = {
     "side": {"loss": {"minimum": None}},
 }
 """What a field's type does not say, by table and field; ``None`` takes a bound away."""
+
+MORE_THAN = {"explained candidate": "candidate"}
+"""Objects that have all fields of another one, by the names of both."""
+RANGES |= {more: RANGES[less] for more, less in MORE_THAN.items()}
 
 CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     "any planning document": {
@@ -111,7 +116,7 @@ def tables(page: Path = PAGE) -> dict[str, dict[str, Row]]:
             if row[1] in rows:
                 raise ValueError(f"{page}: {row[1]} stands twice in one table")
             rows[row[1]] = (row[2].strip(), row[3].strip())
-    return found
+    return found | {more: found[less] | found[more] for more, less in MORE_THAN.items() if more in found}
 
 
 def schemas(page: Path = PAGE) -> dict[str, Schema]:

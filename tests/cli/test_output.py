@@ -119,6 +119,8 @@ def test_a_file_is_planned_and_timed(run, tmp_path: Path, check_document) -> Non
         (["line 3"], 1),
         (["line 4"], 1),
     ]
+    runs = [one["runs"] for layer in document["layers"] for one in layer["passes"]]
+    assert all(each["count"] > 0 and 0 < each["least_ms"] <= each["median_ms"] for each in runs)
 
 
 @pytest.mark.parametrize(

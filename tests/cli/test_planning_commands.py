@@ -204,6 +204,13 @@ def test_explain(run, check_document):
     for candidate in document["candidates"]:
         by_solver.setdefault(candidate["solver"], []).append(candidate)
         assert candidate["reason"] or candidate["time_ms"] is not None
+        assert candidate["why_not"].startswith(candidate["reason"])
+    chosen = [candidate for candidate in document["candidates"] if candidate["chosen"]]
+    assert [candidate["solver"] for candidate in chosen] == [document["plan"]["solver"]]
+    timed = [candidate for candidate in document["candidates"] if not candidate["reason"] and not candidate["chosen"]]
+    assert all(" slower" in candidate["why_not"] or "faster" in candidate["why_not"] for candidate in timed)
+    assert "for dgrad" in document["answer"]
+    assert "[" not in document["answer"]
     from tilewise.problems.conv.problem import ConvProblem
     from tilewise.solvers import solving
 

@@ -18,10 +18,11 @@ from tests import toys
 
 from tilewise.plan import Config, Error, Measurement, Plan
 from tilewise.planner import Options, Schedule, ScheduleError
-from tilewise.planner.schedules.results import Layer, LayerResult, PassResult
+from tilewise.planner.schedules.results import Layer, LayerResult, PassResult, RunTimes
 from tilewise.problems.conv.problem import ConvProblem, Pass
 
-times = st.none() | st.floats(1e-6, 1e6)
+timed = st.floats(1e-6, 1e6)
+times = st.none() | timed
 sizes = st.integers(0, 2**40)
 words = st.text(st.characters(codec="utf-8"), max_size=12)
 names = words.filter(bool)
@@ -55,7 +56,8 @@ def results(draw: st.DrawFn, index: int) -> LayerResult:
         plan = draw(st.none() | plans(problem.key))
         fronts, tried = st.lists(plans(problem.key), max_size=2), st.lists(measurements, max_size=2)
         front, candidates = (draw(st.none() | entries.map(tuple)) for entries in (fronts, tried))
-        found.append(PassResult(problem, plan, draw(words), draw(times), draw(times), front, candidates))
+        runs = draw(st.none() | st.builds(RunTimes, st.integers(1, 99), timed, timed))
+        found.append(PassResult(problem, plan, draw(words), draw(times), draw(times), front, candidates, runs=runs))
     left = "" if found else draw(words)
     layer_names = tuple(draw(st.lists(names, min_size=1, max_size=3)))
     return LayerResult(Layer(layer_names, tuple(p.problem for p in found), draw(st.booleans()), left), tuple(found))
@@ -95,7 +97,7 @@ def example() -> Schedule:
         error=Error(1e-7, 2e-7), label="8 = 2x4",
     )  # fmt: skip
     tried = Measurement("fft", 3, Config(basis=8), None, 100, Error(1e-3, 1e-2), "error 1e-3 over the limit", 2.0)
-    one = PassResult(problem, divided, "", 3.0, 1.5, (divided,), (tried,))
+    one = PassResult(problem, divided, "", 3.0, 1.5, (divided,), (tried,), runs=RunTimes(7, 1.25, 1.5))
     other = PassResult(toys.small(Pass.WGRAD), None, "nothing fits")
     layer = Layer(("a", "b.0"), (problem, other.problem))
     left = LayerResult(Layer(("c",), (), True, "computes in float64"), ())

@@ -85,10 +85,10 @@ def command(
     target = make(layer, settings, (pass_ or first,))
     result, tried = explain_target(target, options, Planner(), names)
     top, first_pass = head(target, settings, options), result.passes[0]
+    explained = Explained(first_pass, tried, options.rigor)
     if as_json:
-        show_json(explain_document(top, first_pass, tried))
+        show_json(explain_document(top, explained))
     else:
-        explained = Explained(first_pass, tried, options.rigor)
         show(answer(explained), "", heading(top))
         if first_pass.plan is not None and not first_pass.plan.leaf:
             show(plan_table([result]), "")

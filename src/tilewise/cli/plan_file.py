@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tilewise.cli.given.batch_file import Line, read_batch
 from tilewise.cli.layers import grouped
-from tilewise.cli.planning import divide_target, head, plan_target, run_times
+from tilewise.cli.planning import divide_target, head, plan_target, with_runs
 from tilewise.cli.program import BadInput
 from tilewise.cli.settings import Asked, make_planner
 from tilewise.cli.target import Target, text_target
@@ -50,12 +50,11 @@ def plan_file(
     options = settings.options()
     planner = make_planner(devices, target.device)
     divided = divide_target(target, options, planner, budget)
-    results = plan_target(target, options, planner, limits=divided.limits)
+    results = with_runs(target, plan_target(target, options, planner, limits=divided.limits), options.deterministic)
     unplanned = report.write_document(Found(target, results), divided, settings, planner)
     if not report.as_json:
-        times = run_times(target, results, options.deterministic)
-        show(heading(head(target, settings, options)), runs_table(results, times), "", summary_text(summarize(results)))
-        show(runs_text(results, times))
+        show(heading(head(target, settings, options)), runs_table(results), "", summary_text(summarize(results)))
+        show(runs_text(results))
         if divided.facts["budget"] is not None:
             show("", budget_table(divided.facts["budget"]))
     return unplanned

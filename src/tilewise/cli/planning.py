@@ -37,7 +37,7 @@ from tilewise.problems.base import Problem
 from tilewise.report.layer_time import time_pass, time_runs
 from tilewise.report.network_time import time_training_steps
 from tilewise.report.progress import progress_bar
-from tilewise.report.values import LayerResult, NetworkTime, PassResult
+from tilewise.report.values import LayerResult, NetworkTime, PassResult, RunTimes
 from tilewise.settings import Settings
 
 COMPARED = 2 * (LEAST_PAIRS + WARM)
@@ -49,11 +49,11 @@ __all__ = [
     "explain_target",
     "head",
     "plan_target",
-    "run_times",
     "schedule_of",
     "time_results",
     "time_training",
     "with_fronts",
+    "with_runs",
 ]
 
 
@@ -216,15 +216,17 @@ def time_results(
     return [replace(result, passes=tuple(timed[each.problem] for each in result.passes)) for result in results]
 
 
-def run_times(target: Target, results: list[LayerResult], deterministic: bool) -> dict[Problem, list[float]]:
-    """Milliseconds of each run of the plan of every distinct problem; none where there is no plan."""
+def with_runs(target: Target, results: list[LayerResult], deterministic: bool) -> list[LayerResult]:
+    """``results`` with the times of runs of the plan of every distinct problem; ``None`` where there is no plan."""
     distinct = {each.problem: each for result in results for each in result.passes}
-    times: dict[Problem, list[float]] = {}
+    times: dict[Problem, RunTimes | None] = {}
     with progress_bar("timing", len(distinct)) as progress:
         for problem, each in distinct.items():
             progress(_progress_text(target, problem))
             times[problem] = time_runs(each, deterministic)
-    return times
+    return [
+        replace(one, passes=tuple(replace(each, runs=times[each.problem]) for each in one.passes)) for one in results
+    ]
 
 
 def with_fronts(

@@ -9,7 +9,6 @@ from typing import Any
 from tilewise import wisdom
 from tilewise.kernels.packs.summary import Held
 from tilewise.nn.step.result import StepReport
-from tilewise.plan import Measurement
 from tilewise.planner.schedules.results_json import (
     document,
     layers_json,
@@ -19,7 +18,8 @@ from tilewise.planner.schedules.results_json import (
     problem_json,
     summary_json,
 )
-from tilewise.report.values import LayerResult, NetworkTime, PassResult, StepTime, Summary
+from tilewise.report.explained import Explained, answer_text, why_not
+from tilewise.report.values import LayerResult, NetworkTime, StepTime, Summary
 
 __all__ = [
     "document",
@@ -58,12 +58,18 @@ def time_document(
     return document("time", **head, layers=layers_json(results), summary=totals, training_step=fields, budget=budget)
 
 
-def explain_document(head: dict[str, Any], result: PassResult, tried: Iterable[Measurement]) -> dict[str, Any]:
-    """The document of ``tilewise explain``: the plan that won and everything that was tried."""
-    return document(
-        "explain",
-        **{**head, **pass_json(result), "candidates": [measurement_json(m, result.problem.device) for m in tried]},
-    )
+def explain_document(head: dict[str, Any], explained: Explained) -> dict[str, Any]:
+    """The document of ``tilewise explain``: the answer in words, the plan that won and everything that was tried."""
+    candidates = [
+        {
+            **measurement_json(m, explained.device),
+            "chosen": m is explained.chosen,
+            "why_not": why_not(m, explained),
+        }
+        for m in explained.tried
+    ]
+    fields = {**head, **pass_json(explained.result), "candidates": candidates}
+    return document("explain", **fields, answer=answer_text(explained))
 
 
 def wisdom_document(path: str, summaries: Iterable[wisdom.Summary]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tilewise.report.sheet import Sheet
 from tilewise.report.values import PassResult, is_left
 from tilewise.report.words import NOTHING, config_words, format_ms, format_ratio, marked, plan_words
 
-__all__ = ["Explained", "answer", "explain_table"]
+__all__ = ["Explained", "answer", "answer_text", "explain_table", "why_not"]
 
 NUMBERS = re.compile(r"\d[\d.,]*(?:e[-+]?\d+)?")
 LONGEST = 240
@@ -55,15 +55,23 @@ class Explained:
 
 
 def answer(explained: Explained) -> str:
-    """One sentence that says what computes the pass and why, and a second one with what was tried."""
+    """One sentence that says what computes the pass and why, and a second one with what was tried, for a terminal."""
+    return f"[bold]{escape(_why(explained))}.[/] {escape(_counts(explained))}."
+
+
+def answer_text(explained: Explained) -> str:
+    """:func:`answer` as plain text."""
+    return f"{_why(explained)}. {_counts(explained)}."
+
+
+def _why(explained: Explained) -> str:
+    """What computes the pass, and why, as a sentence without its stop."""
     plan = explained.result.plan
     if plan is None:
-        text = _nothing(explained)
-    elif explained.rigor == "estimate":
-        text = f"By estimate alone {_called(explained, plan)} is the fastest for {explained.result.problem.task}"
-    else:
-        text = _kept(explained, plan) if is_left(plan) else _replaced(explained, plan)
-    return f"[bold]{escape(text)}.[/] {escape(_counts(explained))}."
+        return _nothing(explained)
+    if explained.rigor == "estimate":
+        return f"By estimate alone {_called(explained, plan)} is the fastest for {explained.result.problem.task}"
+    return _kept(explained, plan) if is_left(plan) else _replaced(explained, plan)
 
 
 def _called(explained: Explained, plan: Plan) -> str:

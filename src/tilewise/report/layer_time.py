@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from tilewise.problems.activations import activate
 from tilewise.problems.base import Problem
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.operands import make_operands, make_residual
-from tilewise.report.values import PassResult
+from tilewise.report.values import PassResult, RunTimes
 
 __all__ = ["time_pass", "time_runs"]
 
@@ -78,19 +79,20 @@ def _planned_call(
     return functools.partial(bound, *operands, bias, **added)
 
 
-def time_runs(result: PassResult, deterministic: bool = False, iterations: int | None = None) -> list[float]:
-    """Milliseconds on the device of each run of the plan of ``result``, with bias as in a network; none without a plan.
+def time_runs(result: PassResult, deterministic: bool = False, iterations: int | None = None) -> RunTimes | None:
+    """Times on the device of runs of the plan of ``result``, with bias as in a network; ``None`` without a plan.
 
     Caches are cold, and one run warms up. As many runs follow as ``iterations`` says, or as a fifth of a second holds.
     """
     problem = result.problem
     if result.plan is None:
-        return []
+        return None
     with problem.flags(deterministic=deterministic):
         operands, bias, residual = _given(problem)
         call = _planned_call(problem, result.plan, operands, bias, residual)
         (times,) = rounds([call], operands[0].device, repeats=iterations or 0)
-    return [took.device_ms for took in times]
+    taken = [took.device_ms for took in times]
+    return RunTimes(len(taken), min(taken), statistics.median(taken))
 
 
 def framework_call(

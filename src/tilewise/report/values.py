@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewise.nn.step.result import StepReport
-from tilewise.planner.schedules.results import Layer, LayerResult, PassResult, Summary, divisions, is_left, summarize
+from tilewise.planner.schedules.results import (
+    Layer,
+    LayerResult,
+    PassResult,
+    RunTimes,
+    Summary,
+    divisions,
+    is_left,
+    summarize,
+)
 from tilewise.problems.base import Problem
 from tilewise.problems.kinds import kind_of
 
@@ -14,6 +23,7 @@ __all__ = [
     "LayerResult",
     "NetworkTime",
     "PassResult",
+    "RunTimes",
     "StepTime",
     "Summary",
     "describe",

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from tilewise.plan import Config, Error, Measurement, Plan
 from tilewise.planner.options import Options
-from tilewise.planner.schedules.results import Layer, LayerResult, PassResult
+from tilewise.planner.schedules.results import Layer, LayerResult, PassResult, RunTimes
 from tilewise.planner.schedules.results_json import VERSIONS
 from tilewise.problems.base import DTYPES, LAYOUTS, PRECISIONS, Problem
 from tilewise.problems.kinds import from_key, kinds
@@ -194,7 +194,17 @@ def _pass(data: object, where: str, device: str) -> PassResult:
         _amount(entry, "framework_host_ms", where),
         _amount(entry, "planned_host_ms", where),
         _share(entry, where),
+        _run_times(entry.get("runs"), f"{where}.runs"),
     )
+
+
+def _run_times(data: object, where: str) -> RunTimes | None:
+    """Times of single runs of a plan; ``None`` where nobody asked, and of documents of before there were any."""
+    if data is None:
+        return None
+    entry = _object(data, where)
+    count = _integer(entry.get("count"), f"{where}.count", least=1)
+    return RunTimes(count, *(_milliseconds(entry.get(name), f"{where}.{name}") for name in ("least_ms", "median_ms")))
 
 
 def _several(data: object, where: str, most: int, read: Callable[[object, str], T]) -> tuple[T, ...] | None:
@@ -407,11 +417,14 @@ def _number(value: object, where: str) -> float:
 
 def _time(value: object, where: str) -> float | None:
     """Milliseconds, or ``None`` for null."""
-    if value is None:
-        return None
+    return None if value is None else _milliseconds(value, where, ", or null")
+
+
+def _milliseconds(value: object, where: str, more: str = "") -> float:
+    """``value`` as milliseconds that a run may take. Raises :class:`ScheduleError`, whose words ``more`` goes on."""
     number = _number(value, where)
     if not LEAST_MS <= number <= MOST_MS:
-        raise _wrong(where, value, f"milliseconds, from {LEAST_MS} to {MOST_MS:.0e}, or null")
+        raise _wrong(where, value, f"milliseconds, from {LEAST_MS} to {MOST_MS:.0e}{more}")
     return number
 
 

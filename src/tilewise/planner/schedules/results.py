@@ -10,7 +10,17 @@ from tilewise.plan import Measurement, Plan, is_busy, sum_known
 from tilewise.problems.base import Problem
 from tilewise.problems.kinds import kinds
 
-__all__ = ["Layer", "LayerResult", "PassResult", "Summary", "divisions", "is_left", "summarize", "with_times"]
+__all__ = [
+    "Layer",
+    "LayerResult",
+    "PassResult",
+    "RunTimes",
+    "Summary",
+    "divisions",
+    "is_left",
+    "summarize",
+    "with_times",
+]
 
 
 def is_left(plan: Plan) -> bool:
@@ -39,14 +49,23 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class RunTimes:
+    """Runs of a plan, one after the other: how many, and the least and the median of what the device took, in ms."""
+
+    count: int
+    least_ms: float
+    median_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class PassResult:
     """One pass of a layer: its plan, or the ``reason`` why there is none, and both times where they were measured.
 
     ``framework_ms`` and ``planned_ms`` are what the device computes, medians taken in turns in one run.
     ``framework_host_ms`` and ``planned_host_ms`` are what the host needs to launch it: 0 on a CPU, ``None`` where it is
     not known. ``load`` is the share of all cores that other processes used meanwhile, ``None`` where it is not known.
-    ``front`` holds the plans of the time/workspace front, fastest first, and ``candidates`` what was tried; ``None``
-    where nobody asked.
+    ``front`` holds the plans of the time/workspace front, fastest first, and ``candidates`` what was tried, and
+    ``runs`` the times of single runs of the plan; ``None`` where nobody asked.
     """
 
     problem: Problem
@@ -59,6 +78,7 @@ class PassResult:
     framework_host_ms: float | None = None
     planned_host_ms: float | None = None
     load: float | None = None
+    runs: RunTimes | None = None
 
     @property
     def busy(self) -> bool:

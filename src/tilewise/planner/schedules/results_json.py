@@ -88,6 +88,7 @@ def pass_json(result: PassResult) -> dict[str, Any]:
         "load": number(result.load),
         "busy": result.busy,
         "ratio": number(result.ratio),
+        "runs": None if result.runs is None else asdict(result.runs),
         "front": None if front is None else [plan.to_json() for plan in front],
         "candidates": None if candidates is None else [measurement_json(m, result.problem.device) for m in candidates],
     }
