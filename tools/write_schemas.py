@@ -76,6 +76,10 @@ RANGES: dict[str, dict[str, Schema]] = {
         "load": SHARE,
         "error": {"minItems": 2, "maxItems": 2},
     },
+    "device rates": {
+        "bytes_per_second": {"minimum": 1, "maximum": 1e18},
+        "flops_per_second": {"minimum": 1, "maximum": 1e18},
+    },
     "budget": {"segments[].layer": {"maxLength": LONGEST}, "segments[].time_ms": MILLISECONDS},
     "step memory": {"moments[].layer": {"maxLength": LONGEST}},
     "largest batch": {"batch": SOME},

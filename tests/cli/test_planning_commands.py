@@ -89,6 +89,8 @@ def test_plan_writes_the_document_with_what_was_tried(run, check_document, tmp_p
     printed = run("plan", LAYER, *FAST, "--workspace", "1MiB", *asked).stdout
     document = check_document(printed)
     assert check_document(path.read_text("utf-8")) == document
+    rates = {"bytes_per_second": 1e3 * PROFILE["copy"], "flops_per_second": 1e3 * PROFILE["fp32"]}
+    assert document["rates"] == rates
     (found,) = document["layers"][0]["passes"]
     reasons = {candidate["solver"]: candidate["reason"] for candidate in found["candidates"]}
     assert "cudnn" in reasons
@@ -111,6 +113,7 @@ def test_time_by_a_schedule(run, check_document, tmp_path):
     run("plan", "some_networks:small", *FAST, "--batch", "2", "--rigor", "estimate", "-o", str(path))
     by = ("--device", "cpu", "--schedule", str(path), "--iterations", "1")
     document = check_document(run("time", "some_networks:small", *by, "--json").stdout)
+    assert document["rates"]["flops_per_second"] == 1e3 * PROFILE["fp32"]
     assert (document["options"]["batch"], document["options"]["rigor"]) == (2, "estimate")
     planned = {key(found): found["plan"]["config"] for found in passes(json.loads(path.read_text("utf-8")))}
     assert {key(found): found["plan"]["config"] for found in passes(document)} == planned

@@ -103,7 +103,18 @@ def example() -> Schedule:
     left = LayerResult(Layer(("c",), (), True, "computes in float64"), ())
     layers = (LayerResult(layer, (one, other)), left)
     return Schedule(
-        "net", "cpu", "device=cpu torch=2", Options(64), 8, "fp32", "ieee", "contiguous", layers, BUDGET, STEP
+        "net",
+        "cpu",
+        "device=cpu torch=2",
+        Options(64),
+        8,
+        "fp32",
+        "ieee",
+        "contiguous",
+        layers,
+        BUDGET,
+        STEP,
+        rates={"bytes_per_second": 2e10, "flops_per_second": 1e12},
     )
 
 

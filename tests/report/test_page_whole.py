@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.report.reader import Reader, inner, mib, ms, parts_of, table_of, text_of
 from tests.report.schedules import schedule
 
-from tilewise.report.page import page
+from tilewise.report.page import DocumentError, page
 from tilewise.report.page.treemap import squarified
 
 TIMED = schedule(6, kind="time", seed=3)
@@ -206,6 +206,47 @@ def test_the_roofline_has_every_pass_below_its_roof():
     assert len(rows) == len(dots)
     roof = [float(n["attributes"]["y2"]) for n in inner(plot, "line") if n["attributes"]["class"] == "roof"]
     assert min(roof) == pytest.approx(min(place[1] for place in places), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("moved", "computed"), [(1e12, 2e12), (1e12, 1e16), (1e18, 3e13), (2.0, 1e18), (1e15, 2.0)], ids=str
+)
+def test_the_roof_is_what_the_device_was_measured_to_reach(moved, computed):
+    document = schedule(5, kind="time", seed=3) | {"rates": {"bytes_per_second": moved, "flops_per_second": computed}}
+    reader = Reader(page(document))
+    (plot,) = reader.find("figure", **{"class": "roofline"})
+    places = {}
+    for dot in inner(plot, "a"):
+        found = parts_of(document)[int(dot["attributes"]["href"].removeprefix("#pass-"))][1]
+        flops, ms = found["problem"]["flops"], found["planned_ms"] or found["framework_ms"]
+        circle = inner(dot, "circle")[-1]["attributes"]
+        places[float(circle["cx"].rstrip("%")), float(circle["cy"])] = (
+            flops / found["problem"]["bytes"],
+            flops / ms / 1e6,
+        )
+    (x0, y0), (x1, y1) = min(places), max(places)
+    left, right = places[x0, y0][0], places[x1, y1][0]
+    low, high = min(places, key=lambda at: at[1]), max(places, key=lambda at: at[1])
+    per_rate = (high[1] - low[1]) / math.log(places[high][1] / places[low][1])
+    ends = [n["attributes"] for n in inner(plot, "line") if n["attributes"]["class"] == "roof"]
+    assert ends
+    for end in ends:
+        for x, y in ((end["x1"], end["y1"]), (end["x2"], end["y2"])):
+            at = left * (right / left) ** ((float(x.rstrip("%")) - x0) / (x1 - x0))
+            rate = places[low][1] * math.exp((float(y) - low[1]) / per_rate)
+            assert math.log(rate) == pytest.approx(math.log(min(computed, moved * at) / 1e9), abs=0.05)
+    assert min(float(end["y2"]) for end in ends) >= -0.5
+    words = page(document)
+    assert "what this device was measured to reach" in words
+    assert "any pass of this page reached" not in words
+
+
+def test_rates_that_are_none_are_named():
+    for rates, says in (({"bytes_per_second": "fast"}, "rates.bytes_per_second='fast'"), ([], "rates")):
+        with pytest.raises(DocumentError, match=says):
+            page(schedule(1) | {"rates": rates})
+    for rates in (None, {}, {"bytes_per_second": 0, "flops_per_second": 1e12}):
+        assert "any pass of this page reached" in page(schedule(1) | {"rates": rates})
 
 
 def test_kernels_of_a_step_are_as_wide_as_they_take():

@@ -30,6 +30,7 @@ from tilewise.nn.step.search import NOTE
 from tilewise.plan import Measurement, Plan
 from tilewise.planner import NoPlanError, Options, Planner, Schedule
 from tilewise.planner.caches.measurements import baselines
+from tilewise.planner.caches.rates import known_rates
 from tilewise.planner.schedules.follow import entry_of, follow
 from tilewise.planner.schedules.results import with_times
 from tilewise.planner.schedules.schedule import with_tried
@@ -119,6 +120,8 @@ def schedule_of(
 
     layers = [replace(result, passes=tuple(map(timed, result.passes))) for result in results]
     schedule = _schedule(target, settings, options, layers)
+    rates = known_rates(planner.wisdom, schedule.environment, schedule.dtype, schedule.precision)
+    schedule = replace(schedule, rates=rates)
     if not fronts and not candidates:
         return schedule
     with progress_bar("fronts" if fronts else "candidates", len(schedule.kernels)) as progress:

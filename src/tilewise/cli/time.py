@@ -121,6 +121,7 @@ class TimeAsked:
             with_fronts,
         )
         from tilewise.cli.target import resolve
+        from tilewise.planner.caches.rates import known_rates
         from tilewise.report.console import show_json
         from tilewise.report.documents import time_document
         from tilewise.report.values import summarize
@@ -150,7 +151,9 @@ class TimeAsked:
             step = time_training(resolved, options, planner, self.iterations, taken, budget, self.goal, self.trace)
         facts = divided.facts["budget"]
         if as_json:
-            show_json(time_document(top, results, summary, step, facts))
+            settings_of = top["options"]
+            rates = known_rates(planner.wisdom, top["environment"], settings_of["dtype"], settings_of["precision"])
+            show_json(time_document(top, results, summary, step, facts, rates))
         else:
             show_times(top, results, summary, step, facts, fronts)
         return summary.unplanned

@@ -17,6 +17,7 @@ from tilewise.machine.device import device_name, environment
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.report import LayerReport, kept
 from tilewise.planner import Options, Schedule, ScheduleError
+from tilewise.planner.caches.rates import known_rates
 from tilewise.planner.schedules.follow import ABSENT, entry_of, follow
 from tilewise.planner.schedules.results import Layer, LayerResult, PassResult, with_times
 from tilewise.planner.schedules.schedule import grouped, with_tried
@@ -60,6 +61,7 @@ def schedule(model: nn.Module, *, fronts: bool = False, candidates: bool = False
         budget=plan_table.facts.get("budget"),
         step_memory=plan_table.facts.get("step_memory"),
     )
+    made = replace(made, rates=known_rates(plan_table.planner.wisdom, made.environment, made.dtype, made.precision))
     return with_tried(made, plan_table.planner, fronts=fronts, candidates=candidates) if fronts or candidates else made
 
 

@@ -38,11 +38,12 @@ def time_document(
     summary: Summary,
     step: NetworkTime | None,
     budget: dict[str, Any] | None = None,
+    rates: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The document of ``tilewise time``.
 
     ``head`` says what was timed: ``target``, ``device``, ``environment``, ``options``. ``step`` is ``None`` for a
-    single layer, ``budget`` where there was none.
+    single layer, ``budget`` where there was none, ``rates`` where it is not known what the device can reach.
     """
     fields = None
     if step is not None:
@@ -55,7 +56,8 @@ def time_document(
             "taken_back": sorted(problem.key for problem in step.taken_back),
         }
     totals = summary_json(summary)
-    return document("time", **head, layers=layers_json(results), summary=totals, training_step=fields, budget=budget)
+    layers = layers_json(results)
+    return document("time", **head, layers=layers, summary=totals, training_step=fields, budget=budget, rates=rates)
 
 
 def explain_document(head: dict[str, Any], explained: Explained) -> dict[str, Any]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tilewise.machine.device import environment, torch_device
 from tilewise.machine.turns import in_turns
-from tilewise.planner.search.estimate import Profile, is_profile, measure_profile
+from tilewise.planner.search.estimate import Profile, arithmetic_name, is_profile, measure_profile
 from tilewise.planner.search.foreseen import TYPICAL
 from tilewise.wisdom import Wisdom
 
-__all__ = ["Rates"]
+__all__ = ["Rates", "known_rates"]
 
 
 class Rates:
@@ -42,3 +42,16 @@ class Rates:
                 self._wisdom.remember_profile(key, rates)
             self._profiles[key] = rates
         return self._profiles[key]
+
+
+def known_rates(wisdom: Wisdom, environment: str, dtype: str, precision: str) -> dict[str, float] | None:
+    """What a device was measured to reach, for documents: bytes a second of a copy, and operations a second.
+
+    The operations are those of a matrix product of operands of ``dtype``. ``environment`` is the device's key in
+    ``wisdom``. ``None`` where it was never measured; nothing is measured here.
+    """
+    profile = wisdom.profile(environment)
+    if profile is None or not is_profile(profile):
+        return None
+    copied, computed = profile["copy"], profile[arithmetic_name(dtype, precision)]
+    return {"bytes_per_second": 1e3 * copied, "flops_per_second": 1e3 * computed}

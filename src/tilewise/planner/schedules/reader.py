@@ -34,6 +34,7 @@ MOST_CANDIDATES = 100_000
 LONGEST = 4096
 """Most characters of a name or key; reasons may be longer."""
 LEAST_MS, MOST_MS = 1e-9, 1e12
+SLOWEST, FASTEST = 1.0, 1e18
 POLICIES = ("arena", "paper_wd")
 METHODS = ("milp", "exact")
 
@@ -108,6 +109,7 @@ def read_fields(data: object) -> dict[str, Any]:
         "budget": _budget(document.get("budget")),
         "step_memory": step_memory,
         "largest_batch": _largest_batch(document.get("largest_batch")),
+        "rates": _rates(document.get("rates")),
     }
 
 
@@ -437,3 +439,14 @@ def _largest_batch(data: object) -> dict[str, Any] | None:
     for name in ("step_ms", "image_ms"):
         _number(largest.get(name), f"largest_batch.{name}")
     return largest
+
+
+def _rates(data: object) -> dict[str, Any] | None:
+    """What the device was measured to reach; ``None`` where nobody knows, and of documents of before it was written."""
+    if data is None:
+        return None
+    rates = _object(data, "rates")
+    for name in ("bytes_per_second", "flops_per_second"):
+        if not SLOWEST <= _number(rates.get(name), f"rates.{name}") <= FASTEST:
+            raise _wrong(f"rates.{name}", rates[name], f"a rate from {SLOWEST:.0f} to {FASTEST:.0e}")
+    return rates

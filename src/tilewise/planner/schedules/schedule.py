@@ -28,7 +28,8 @@ class Schedule:
     which constraints. ``batch``, ``dtype``, ``precision`` and ``layout`` describe the inputs. ``layers`` are in the
     order they first run, equal ones once. ``budget`` says how one budget was divided among the kernels, ``step_memory``
     what memory a training step takes, ``largest_batch`` which is the largest that keeps to it, all as
-    ``docs/json.md`` describes them; ``None`` where nobody asked.
+    ``docs/json.md`` describes them; ``None`` where nobody asked. ``rates`` is what the device was measured to reach,
+    ``None`` where that is not known.
 
     >>> model = tilewise.optimize(torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16), rigor="estimate")
     >>> import tempfile
@@ -50,6 +51,7 @@ class Schedule:
     budget: dict[str, Any] | None = None
     step_memory: dict[str, Any] | None = None
     largest_batch: dict[str, Any] | None = None
+    rates: dict[str, Any] | None = None
 
     @cached_property
     def kernels(self) -> dict[Problem, PassResult]:
@@ -95,6 +97,7 @@ class Schedule:
             budget=self.budget,
             step_memory=self.step_memory,
             largest_batch=self.largest_batch,
+            rates=self.rates,
         )
 
     @classmethod

@@ -19,7 +19,7 @@ from tilewise.problems.kinds import kinds
 from tilewise.problems.operands import make_operands, make_results
 from tilewise.solvers import Cost
 
-__all__ = ["Profile", "estimate_ms", "is_profile", "measure_profile", "rate_name"]
+__all__ = ["Profile", "arithmetic_name", "estimate_ms", "is_profile", "measure_profile", "rate_name"]
 
 Profile = dict[str, float]
 """``copy`` in bytes/ms (read and written), ``fp32``, ``tf32``, ``bf16``, ``fp16`` in flop/ms, and in ms ``launch``, a
@@ -36,7 +36,12 @@ SLOW = 8
 
 def rate_name(problem: Problem) -> str:
     """Which arithmetic rate of a profile the problem runs at."""
-    return "tf32" if problem.dtype == "fp32" and problem.precision == "tf32" else problem.dtype
+    return arithmetic_name(problem.dtype, problem.precision)
+
+
+def arithmetic_name(dtype: str, precision: str) -> str:
+    """Which arithmetic rate of a profile products of operands of ``dtype`` run at."""
+    return "tf32" if dtype == "fp32" and precision == "tf32" else dtype
 
 
 def estimate_ms(problem: Problem, cost: Cost, profile: Profile) -> float:

@@ -236,6 +236,14 @@ class Step:
     moments: tuple[Moment, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the device was measured to reach: bytes a second of a copy, operations a second of a matrix product."""
+
+    bytes: float
+    flops: float
+
+
 @dataclass(frozen=True)
 class Report:
     """All that the page shows. ``options`` are pairs (name, text); ``workspace`` is the limit per kernel in bytes.
@@ -256,6 +264,7 @@ class Report:
     budget: Budget | None
     step: Step | None
     in_turns: bool = True
+    rates: Rates | None = None
 
     @functools.cached_property
     def parts(self) -> list[Part]:

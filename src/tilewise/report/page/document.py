@@ -18,6 +18,7 @@ from tilewise.report.page.contents import (
     Layer,
     Moment,
     Part,
+    Rates,
     Report,
     Segment,
     Side,
@@ -155,7 +156,16 @@ def read(document: object) -> Report:
         budget=_budget(top.part("budget")),
         step=_step(top.part("step_memory" if "step_memory" in top else "step")),  # version 1 has the latter
         in_turns=schema == "tilewise/time",
+        rates=_rates(top.part("rates")),
     )
+
+
+def _rates(fields: Fields | None) -> Rates | None:
+    """What the device was measured to reach, if the document says it."""
+    if fields is None:
+        return None
+    moved, computed = fields.number("bytes_per_second"), fields.number("flops_per_second")
+    return Rates(moved, computed) if moved and computed else None
 
 
 def _options(fields: Fields) -> tuple[tuple[str, str], ...]:

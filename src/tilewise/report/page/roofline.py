@@ -53,9 +53,19 @@ def roofline_section(report: Report) -> list[Child]:
     notes = [
         "Upwards is faster. To the right a pass does more arithmetic for each byte of its operands and its result. "
         "Both are counted by the direct method, so that a solver that does less arithmetic can pass a device's peak.",
-        "The roof is no data sheet's: its slope is the most bytes, its top the most operations a second that "
-        "any pass of this page reached.",
     ]
+    roof = _measured(report)
+    if roof is None:
+        notes.append(
+            "The roof is no data sheet's: its slope is the most bytes, its top the most operations a second that "
+            "any pass of this page reached."
+        )
+    else:
+        notes.append(
+            f"The roof is what this device was measured to reach: its slope is the {_gigabytes(roof.slope)} of a large "
+            f"copy, its top the {rate_text(roof.top)} of a matrix product of this type. A pass whose data stay in a "
+            "cache can lie above the slope."
+        )
     if left_out:
         notes.append(f"{count(left_out, 'layer-pass is', 'layer-passes are')} not drawn: no time, operations or bytes.")
     kinds = list(dict.fromkeys(KINDS.get(dot.part.pass_, "r1") for dot in dots))
@@ -63,11 +73,11 @@ def roofline_section(report: Report) -> list[Child]:
     legend = [key(kind, names.get(kind, "pass")) for kind in sorted(kinds)]
     if any(dot.torch for dot in dots):
         legend.append(key("by-torch", "by torch"))
-    legend.append(key("roof", "the best that was reached"))
+    legend.append(key("roof", "the best that was reached" if roof is None else "what the device was measured to reach"))
     return [
         tag("p", " ".join(notes), class_="note"),
         tag("ul", legend, class_="legend"),
-        _plot(dots, len(dots)),
+        _plot(dots, roof or _reached(dots)),
         numbers(_table(dots)),
     ]
 
@@ -87,16 +97,44 @@ def _dot(part: Part) -> Dot | None:
     return Dot(part, part.flops / part.bytes, planned, torch if seen else None)
 
 
-class _Axes:
-    """Two logarithmic axes: places in shares of the width and in pixels."""
+@dataclass(frozen=True, slots=True)
+class Roof:
+    """The most that passes can reach: ``slope`` in GB/s where bytes decide, ``top`` in GFLOP/s where operations do."""
 
-    def __init__(self, dots: Iterable[Dot]) -> None:
+    slope: float
+    top: float
+
+    def at(self, intensity: float) -> float:
+        """The most GFLOP/s at so many operations per byte."""
+        return min(self.top, self.slope * intensity)
+
+
+def _measured(report: Report) -> Roof | None:
+    """The roof of the device, as far as the document knows it."""
+    if report.rates is None:
+        return None
+    roof = Roof(report.rates.bytes / 1e9, report.rates.flops / 1e9)
+    return roof if all(LEAST <= rate <= GREATEST for rate in (roof.slope, roof.top)) else None
+
+
+def _reached(dots: list[Dot]) -> Roof:
+    """The best that any pass of the page reached."""
+    return Roof(max(dot.rate / dot.intensity for dot in dots), max(dot.rate for dot in dots))
+
+
+def _gigabytes(rate: float) -> str:
+    """A rate in GB/s as text, with the unit that fits."""
+    return f"{rate:.3g} GB/s" if rate < 1000 else f"{rate / 1000:.3g} TB/s"
+
+
+class _Axes:
+    """Two logarithmic axes: places in shares of the width and in pixels. The roof's right end is in sight."""
+
+    def __init__(self, dots: Iterable[Dot], roof: Roof) -> None:
         dots = list(dots)
-        across = [dot.intensity for dot in dots]
+        self.across = _padded([dot.intensity for dot in dots])
         upwards = [value for dot in dots for value in (dot.rate, dot.torch) if value]
-        self.across, self.upwards = _padded(across), _padded(upwards)
-        self.top = max(dot.rate for dot in dots)
-        self.slope = max(dot.rate / dot.intensity for dot in dots)
+        self.upwards = _padded([*upwards, roof.at(self.across[1])])
 
     def x(self, intensity: float) -> float:
         low, high = self.across
@@ -114,9 +152,9 @@ def _padded(values: list[float]) -> tuple[float, float]:
     return low / widen, high * widen
 
 
-def _plot(dots: list[Dot], total: int) -> Markup:
+def _plot(dots: list[Dot], roof: Roof) -> Markup:
     """The plot with its axes, its roof and its dots."""
-    axes = _Axes(dots)
+    axes = _Axes(dots, roof)
     shapes: list[Child] = []
     labels: list[Child] = []
     for tick in log_ticks(*axes.upwards):
@@ -128,17 +166,26 @@ def _plot(dots: list[Dot], total: int) -> Markup:
         shapes.append(write(percent(x), BOTTOM + 17, f"{tick:g}", "soft", "middle"))
     shapes.append(write("100%", HEIGHT - 4, "operations per byte", "soft", "end"))
     shapes.append(line(0, 1, BOTTOM, BOTTOM, "axis"))
-    corner = axes.top / axes.slope
-    start = max(axes.across[0], axes.upwards[0] / axes.slope)
-    if start < corner:
-        shapes.append(line(axes.x(start), axes.x(corner), axes.y(axes.slope * start), axes.y(axes.top), "roof"))
-    shapes.append(line(axes.x(max(corner, axes.across[0])), 1, axes.y(axes.top), axes.y(axes.top), "roof"))
+    shapes += _roof_lines(axes, roof)
     shapes += _others(dots[MOST:], axes)
     shapes += [_point(dot, axes) for dot in reversed(dots[:MOST])]
-    words = f"Roofline of {count(total, *DIFFERENT)}, at most {rate_text(axes.top)}"
+    words = f"Roofline of {count(len(dots), *DIFFERENT)}, at most {rate_text(max(dot.rate for dot in dots))}"
     axis = Markup(f'<svg width="100%" height="{HEIGHT:.0f}" aria-hidden="true">{join(labels)}</svg>')
     plot = tag("div", svg(words, shapes, height=int(HEIGHT), links=True))
     return tag("figure", tag("div", axis, plot, class_="step"), class_="wide roofline")
+
+
+def _roof_lines(axes: _Axes, roof: Roof) -> list[Child]:
+    """The slope and the top of the roof, as far as they are in sight."""
+    low, high = axes.across
+    corner = roof.top / roof.slope
+    start, end = max(low, axes.upwards[0] / roof.slope), min(corner, high)
+    lines: list[Child] = []
+    if start < end:
+        lines.append(line(axes.x(start), axes.x(end), axes.y(roof.at(start)), axes.y(roof.at(end)), "roof"))
+    if corner < high:
+        lines.append(line(axes.x(max(corner, low)), 1, axes.y(roof.top), axes.y(roof.top), "roof"))
+    return lines
 
 
 def _others(dots: list[Dot], axes: _Axes) -> list[Child]:
