@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tilewise.nn.kept_values import tensors_in, values_kept
+from tilewise.nn.kept_values import tensors_in
 from tilewise.nn.record import arguments_of, state_kept, with_gradients, without_gradients
+from tilewise.nn.step.optimizers import optimizers_kept
 
 __all__ = ["Step", "loss_of"]
 
@@ -90,7 +91,10 @@ class Step:
 
     @contextmanager
     def repeatable(self, *, compiled: bool = False) -> Iterator[None]:
-        """Restore at the end what :func:`state_kept` names and, where the step is the caller's, parameters too.
+        """Restore at the end what :func:`state_kept` names.
+
+        Where the step is the caller's, parameters are restored too, and what :func:`optimizers_kept` names: the state
+        of their optimizers, learning rate schedulers and gradient scalers.
 
         The copies wait in the host's memory, so that they do not count on a GPU. Compiled modules run uncompiled,
         unless ``compiled``.
@@ -98,7 +102,8 @@ class Step:
         parameters = [p for p in self._model.parameters() if not nn.parameter.is_lazy(p)]
         with ExitStack() as stack:
             stack.enter_context(state_kept(self._model, self._examples, _aside))
-            stack.enter_context(values_kept(parameters if self._own is not None else (), _aside))
+            if self._own is not None:
+                stack.enter_context(optimizers_kept(parameters, _aside))
             if not compiled and "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
