@@ -8,7 +8,7 @@ import importlib
 import pytest
 
 PACKAGE = "tilewise.frontends.caffe"
-MODULES = ["errors", "schema", *(f"files.{name}" for name in ("atomic", "nets", "phases", "states", "text", "weights"))]
+MODULES = ["errors", "schema", *(f"files.{name}" for name in ("nets", "phases", "states", "text", "weights"))]
 
 
 @pytest.mark.parametrize("name", MODULES)
