@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,9 @@ from tests import interpreter as interpreter  # before anything imports Triton: 
 from tests.sampling import EVERY, fewer_examples, is_narrowed, sample
 from tests.seeds import SEED, SEEDS, seed_all, use_profile
 
+from tilewise.kernels.native import autograd, programs
+from tilewise.kernels.native.extension import Extension, Unavailable
+from tilewise.kernels.native.extension import load as load_native
 from tilewise.machine import load
 
 use_profile()
@@ -100,30 +106,64 @@ def named(parameters: Mapping[str, object]) -> dict[str, object]:
     return {name: getattr(value, "name", value) for name, value in parameters.items()}
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep what lasts as long as the session away from the collector: it would be visited again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 WHOLE = 2000
-"""Tests of a run that is worth compiling every CPU kernel for before it begins."""
+"""Tests of a run that is worth compiling what many of them use before it begins."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Share out among the workers of a whole run what many of its tests would each begin by compiling."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    if len(session.items) < WHOLE or not worker or importlib.util.find_spec("numba") is None:
+    if len(session.items) < WHOLE or "PYTEST_XDIST_WORKER" not in os.environ:
         return
+    folder = kernel_folder(session.config._tmp_path_factory)  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tilewise.machine.cache.kernel_dir", lambda: folder)
+        for number, job in enumerate(_jobs()):
+            if _is_first(folder.parent / f"compiles {number}"):
+                job()
+
+
+def _is_first(path: Path) -> bool:
+    """Make a file; whether no other worker had made it."""
+    try:
+        path.open("x").close()
+    except FileExistsError:
+        return False
+    return True
+
+
+def _native(module: Extension) -> None:
+    """Compile a native module; where that is not possible, the tests that need it say why."""
+    with contextlib.suppress(Unavailable):
+        load_native(module)
+
+
+def _jobs() -> list[Callable[[], object]]:
+    """What compiles the native modules and the CPU kernels, each into the folder of kernels: the longest first."""
+    jobs: list[Callable[[], object]] = [functools.partial(_native, each.EXTENSION) for each in (autograd, programs)]
+    if importlib.util.find_spec("numba") is None:
+        return jobs
     from tilewise.kernels.cpu import compiling
     from tilewise.solvers.common.cpu_run import WIDEST
 
-    folder = kernel_folder(session.config._tmp_path_factory)  # type: ignore[attr-defined]
-    number, count = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    widths = dict.fromkeys((WIDEST.get(torch.backends.cpu.get_cpu_capability(), 4), 4))
-    jobs = [(load, lanes) for lanes in widths for load in (compiling.load, compiling.load_direct)]
+    widest = WIDEST.get(torch.backends.cpu.get_cpu_capability(), 4)
+    for lanes in dict.fromkeys((widest, 4)):
+        jobs += [functools.partial(load, lanes) for load in (compiling.load, compiling.load_direct)]
     for finishes in (False, True):
-        jobs.append((lambda lanes, finishes=finishes: compiling._winograd(lanes, finishes), next(iter(widths))))
-        jobs.append((lambda lanes, finishes=finishes: compiling._fused_lowering(finishes), 4))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tilewise.machine.cache.kernel_dir", lambda: folder)
-        for load, lanes in jobs[number::count]:
-            load(lanes)
+        jobs.append(functools.partial(compiling._winograd, widest, finishes))
+        jobs.append(functools.partial(compiling._fused_lowering, finishes))
+    return jobs
 
 
 def kernel_folder(factory: pytest.TempPathFactory) -> Path:

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,8 +33,10 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _on_a_cpu() -> Iterator[None]:
+def _on_a_cpu(kernels: Path) -> Iterator[None]:
+    """Calls come from C++ on a CPU, too, by a module that is compiled once for all workers."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tilewise.machine.cache.kernel_dir", lambda: kernels)
         patch.setattr(autograd, "DEVICES", {"cpu", "cuda"})
         autograd.start(["cpu"])
         if reason := autograd.why_not():

@@ -25,9 +25,14 @@ from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers import get
 
 FOUR = ((4,), (1,), torch.float32)
-REASON = why_never() or loading().finished().reason
-pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "native code is there")
 TANH = Operator(aten.tanh.out, (Place(0),), out="out")
+
+
+@pytest.fixture(autouse=True)
+def _native_code() -> None:
+    """Skip all where there is no native code, with the reason."""
+    if reason := why_never() or loading().finished().reason:
+        pytest.skip(reason)
 
 
 def native(program: Program) -> Program:

@@ -25,8 +25,13 @@ from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers import get
 
 pytest.importorskip("numba")
-REASON = why_never() or loading().finished().reason
-pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "native code is there")
+
+
+@pytest.fixture(autouse=True)
+def _native_code() -> None:
+    """Skip all where there is no native code, with the reason."""
+    if reason := why_never() or loading().finished().reason:
+        pytest.skip(reason)
 
 
 @pytest.fixture(autouse=True)
