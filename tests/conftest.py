@@ -20,6 +20,9 @@ from tilewise.kernels.native import autograd, programs
 from tilewise.kernels.native.extension import Extension, Unavailable
 from tilewise.kernels.native.extension import load as load_native
 from tilewise.machine import load
+from tilewise.planner.caches import rates
+from tilewise.planner.measuring import cold
+from tilewise.planner.search.estimate import Profile, measure_profile
 
 use_profile()
 
@@ -192,3 +195,22 @@ def _own_cache(tmp_path: Path, kernels: Path, monkeypatch: pytest.MonkeyPatch) -
     """Keep tests from reading or writing the user's wisdom, and each other's; they share what they compile."""
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("tilewise.machine.cache.kernel_dir", lambda: kernels)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_measurements() -> Iterator[None]:
+    """Plans are measured as ever, but for two things, which take most of the time where layers are as small as here.
+
+    Between the timed runs a part of the caches is filled with other data, not all of a server's. And the rates of the
+    CPU are measured once, not by every planner that begins without wisdom.
+    """
+    threads, found = torch.get_num_threads(), measure_profile("cpu")
+
+    def rates_of(device: str) -> Profile:
+        known = device == "cpu" and torch.get_num_threads() == threads
+        return dict(found) if known else measure_profile(device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cold, "MOST", 1 << 20)
+        patch.setattr(rates, "measure_profile", rates_of)
+        yield

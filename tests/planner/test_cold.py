@@ -49,6 +49,12 @@ def test_this_machine_has_a_cache() -> None:
     assert 1 << 16 <= last_level_bytes() < 1 << 34
 
 
+@pytest.fixture(autouse=True)
+def _whole_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much data as in a program; all other tests fill less."""
+    monkeypatch.setattr(cold, "MOST", MOST)
+
+
 def test_data_is_shared_while_it_is_used_and_then_gone() -> None:
     first, second = other_data(), other_data()
     assert first is second
