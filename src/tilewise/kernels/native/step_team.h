@@ -62,14 +62,15 @@ class Team {
       meet(others, i);
       if (i + 1 == end_.load(std::memory_order_relaxed))
         return;
-      if (leads && times_)
-        times_->push_back(Clock::now());
     }
   }
 
-  // Wait until all have come that work on launch `i`.
+  // Wait until all have come that work on launch `i`. Who comes last notes the time: any other may be held up by other
+  // programs on its way out, while the team is at the next launch.
   void meet(int others, size_t i) {
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == others) {
+      if (times_ && i + 1 != end_.load(std::memory_order_relaxed))
+        times_->push_back(Clock::now());
       arrived_.store(0, std::memory_order_relaxed);
       met_.store(i + 1, std::memory_order_release);
       return;
