@@ -264,8 +264,14 @@ def test_a_step_that_is_slower_with_plans_runs_by_torch_alone(clock: Clock) -> N
     ("options", "reason"),
     [
         ({"goal": "passes"}, "goal='passes'"),
-        ({"workspace": 2**20}, "torch's own step need not keep workspace=1048576"),
-        ({"deterministic": True}, "torch's own step need not keep deterministic=True"),
+        (
+            {"workspace": 2**20},
+            "torch's own step need not keep workspace=1048576; leave workspace out to have it compared",
+        ),
+        (
+            {"workspace": 2**20, "deterministic": True},
+            "torch's own step need not keep workspace=1048576; leave workspace and deterministic out to have it compared",
+        ),
         ({"exclude": ("aten",)}, "exclude=('aten',) has torch's own choice"),
         ({"rigor": "estimate"}, "rigor='estimate' measures nothing"),
         ({"cuda_graphs": True}, "cuda_graphs=True: the step is replayed from a graph"),

@@ -141,7 +141,8 @@ def why_not_compared(asked: Settings, schedule: object) -> str:
         return "cuda_graphs=True: the step is replayed from a graph"
     kept = [name for name in BINDING if getattr(asked, name) not in (None, False)]
     if kept:
-        return f"torch's own step need not keep {kept[0]}={getattr(asked, kept[0])!r}"
+        demand = f"torch's own step need not keep {kept[0]}={getattr(asked, kept[0])!r}"
+        return f"{demand}; leave {' and '.join(kept)} out to have it compared"
     if asked.exclude and any(solver.baseline and solver.name in asked.exclude for solver in all_solvers()):
         return f"exclude={asked.exclude!r} has torch's own choice"
     if asked.rigor in ("estimate", "wisdom_only"):
