@@ -62,6 +62,11 @@ def test_names_are_sorted_once_each() -> None:
     assert Options(exclude=("aten",)) != Options()
 
 
+def test_a_name_that_stands_alone_is_told_how_to_be_given() -> None:
+    with pytest.raises(ValueError, match=r"exclude='fft': \('fft',\) would do"):
+        Options(exclude="fft")
+
+
 @pytest.mark.parametrize("exclude", [("nonsense",), ("aten", "Aten"), ("",), (3,), "aten", 5, None, [["aten"]]])
 def test_other_names_are_refused(exclude: Any) -> None:
     with pytest.raises(ValueError, match="exclude") as raised:

@@ -128,12 +128,13 @@ def names_to_measure(given: object, options: Options, argument: str) -> tuple[st
 
 def _solver_names(given: object, argument: str) -> tuple[str, ...]:
     """Names of solvers, each once and sorted. Raises ``ValueError`` naming ``argument`` for anything else."""
+    known = [solver.name for solver in solvers.all_solvers()]
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise ValueError(f"{argument}={given!r}: names of solvers such as ('aten',) would do")
+        would_do = f"({given!r},)" if given in known else "names of solvers such as ('aten',)"
+        raise ValueError(f"{argument}={given!r}: {would_do} would do")
     names = list(given)
     if not names:
         return ()
-    known = [solver.name for solver in solvers.all_solvers()]
     for name in names:
         if not isinstance(name, str) or name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)

@@ -281,7 +281,8 @@ def counted_bytes(call: Call, result_bytes: int = 0) -> int:
 
     ``result_bytes`` are taken off. Raises ``RuntimeError`` while another profiler runs.
     """
-    return max(0, most_alive(recorded(call)) - result_bytes)
+    with _no_collection():  # of a tensor that is older than the recording torch warns when it is freed
+        return max(0, most_alive(recorded(call)) - result_bytes)
 
 
 def _growth(call: Call) -> int:
