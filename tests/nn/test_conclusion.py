@@ -70,11 +70,14 @@ STEP = StepReport(torch_ms=20.0, planned_ms=16.0, speedup=1.25, least=1.2, most=
 @pytest.mark.parametrize(
     ("made", "line"),
     [
-        (Report((), step=STEP), "planned 0 of 0 layers; step 20 -> 16 ms (1.25x, 95 % between 1.20 and 1.30)"),
+        (
+            Report((), step=STEP),
+            "planned 0 of 0 layers; step 20 -> 16 ms (1.25x in the median pair, 95 % between 1.20 and 1.30)",
+        ),
         (
             Report((), step=StepReport(torch_ms=20.0, planned_ms=20.5, speedup=0.98, least=0.9, most=1.1, kept=False)),
             "planned 0 of 0 layers; step stays torch's at 20 ms, plans are not surely faster "
-            "(0.98x, 95 % between 0.90 and 1.10)",
+            "(0.98x in the median pair, 95 % between 0.90 and 1.10)",
         ),
         (
             Report((), step=StepReport(reason="nothing runs by plan")),
@@ -82,11 +85,12 @@ STEP = StepReport(torch_ms=20.0, planned_ms=16.0, speedup=1.25, least=1.2, most=
         ),
         (
             Report((), regions=(RegionReport("", "Net", True, torch_ms=3.0, planned_ms=2.0, speedup=1.5),)),
-            "the whole model runs as one region, 3 -> 2 ms (1.50x)",
+            "the whole model runs as one region, 3 -> 2 ms (1.50x in the median pair)",
         ),
         (
             Report((), facts={"graphs": {"kept": True}}, step=STEP),
-            "planned 0 of 0 layers; replayed from CUDA graphs; step 20 -> 16 ms (1.25x, 95 % between 1.20 and 1.30)",
+            "planned 0 of 0 layers; replayed from CUDA graphs; step 20 -> 16 ms "
+            "(1.25x in the median pair, 95 % between 1.20 and 1.30)",
         ),
     ],
 )

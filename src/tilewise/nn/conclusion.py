@@ -12,7 +12,7 @@ from torch import nn
 from tilewise.comm.agreement import several_ranks
 from tilewise.nn.notices.channel import NothingPlannedWarning, say, warn
 from tilewise.nn.report import LayerReport, RegionReport, Report
-from tilewise.nn.step.result import StepReport
+from tilewise.nn.step.result import StepReport, ratio_in_words
 from tilewise.plan import format_bytes
 
 __all__ = ["conclude", "in_one_line", "why_nothing"]
@@ -109,7 +109,8 @@ def _regions(kept: Sequence[RegionReport]) -> str:
     first = kept[0]
     if len(kept) == 1 and first.torch_ms is not None and first.planned_ms is not None:
         where = f"{first.name} runs" if first.name else "the whole model runs"
-        return f"{where} as one region, {first.torch_ms:.4g} -> {first.planned_ms:.4g} ms ({first.speedup:.2f}x)"
+        ratio = f"{first.speedup:.2f}x in the median pair"
+        return f"{where} as one region, {first.torch_ms:.4g} -> {first.planned_ms:.4g} ms ({ratio})"
     return f"{len(kept)} parts run as regions"
 
 
@@ -118,7 +119,7 @@ def _step(step: StepReport, by_plan: int) -> list[str]:
     if step.pending or step.reason:
         return [f"step not compared ({step.reason})"] if by_plan and not step.pending else []
     ranks = f" of {step.ranks} ranks" if step.ranks > 1 else ""
-    ratio = f"{step.speedup:.2f}x, 95 % between {step.least:.2f} and {step.most:.2f}"
+    ratio = ratio_in_words(step.speedup, step.least, step.most)
     if not step.kept:
         return [f"step{ranks} stays torch's at {step.torch_ms:.4g} ms, plans are not surely faster ({ratio})"]
     return [f"step{ranks} {step.torch_ms:.4g} -> {step.planned_ms:.4g} ms ({ratio})"]

@@ -16,7 +16,7 @@ from tilewise.nn.layers.swaps import own_attributes, swap_back
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.memory.step_planner import Choices
 from tilewise.nn.record import Recorded, record
-from tilewise.nn.report import CallReport, LayerReport, PassReport
+from tilewise.nn.report import CallReport, LayerReport, passes_of
 from tilewise.nn.step.modelled import Cost
 from tilewise.problems.base import Problem
 
@@ -70,6 +70,9 @@ class PlannedModules:
             name: PlanTable(plan_table.options, plan_table.unplanned, plan_table.planner) if separate else plan_table
             for name in self.candidates
         }
+        plan_table.new_inputs.kinds = {name: type(module).__name__ for name, module in self.candidates.items()}
+        for table in self.plan_tables.values():
+            table.new_inputs = plan_table.new_inputs
         self.calls: list[Recorded] = []
         """The different calls of the candidates on the examples, in the order in which they ran."""
         self._layers = {
@@ -246,21 +249,8 @@ class PlannedModules:
 
     def _call_report(self, recorded: Recorded, module: nn.Module, plan_table: PlanTable) -> CallReport:
         """The report of one recorded call, pass by pass."""
-        times = plan_table.torch_times(())
-        deterministic, planned = recorded.call.deterministic, is_planned(module)
-        passes = tuple(
-            PassReport(
-                role,
-                problem,
-                plan_table.chosen(problem, deterministic),
-                times.get(problem),
-                planned and plan_table.replacement(problem, deterministic) is not None,
-                plan_table.reasons.get(problem, ""),
-                plan_table.notes.get(problem, ""),
-                plan_table.host_times.get(problem),
-            )
-            for role, problem in recorded.problems(self.training).items()
-        )
+        problems = recorded.problems(self.training)
+        passes = passes_of(problems, plan_table, recorded.call.deterministic, planned=is_planned(module))
         return CallReport(recorded.call.shape, passes)
 
     def _calls_of(self, name: str) -> list[Recorded]:

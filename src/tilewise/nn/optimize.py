@@ -42,7 +42,9 @@ from tilewise.nn.layers.swaps import swap_back
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.memory.step_planner import StepPlanner, memory_bytes
 from tilewise.nn.modules import PlannedModules, workspaces_of
+from tilewise.nn.notices.busy import say_if_busy
 from tilewise.nn.notices.extras import say_missing
+from tilewise.nn.progress import Late
 from tilewise.nn.ranks.together import plan_together
 from tilewise.nn.regions.choose import RegionPlanner, why_no_regions
 from tilewise.nn.regions.forward import regional_of
@@ -64,7 +66,7 @@ Model = TypeVar("Model", bound=nn.Module)
 EXAMPLE = """\
 >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
 >>> images = torch.randn(2, 3, 16, 16)
->>> model = tilewise.optimize(model, images, workspace="64MiB", rigor="estimate")
+>>> model = tilewise.optimize(model, images, rigor="estimate")
 >>> model(images).shape
 torch.Size([2, 8, 14, 14])
 """
@@ -334,8 +336,12 @@ class Planning:
         else:
             problems = self._record()
             self._divide()
-            if not isinstance(plan_table, LaterTable) and not why_not_compared(self.asked, self.source):
-                leave_negligible(plan_table, problems, self.deterministic)
+            if not isinstance(plan_table, LaterTable):
+                options = {p: plan_table.constraints(p, self.deterministic) for p in problems}
+                shown = isinstance(plan_table.planner.progress, Late)
+                say_if_busy(plan_table.planner, {} if plan_table.supply else options, shown=shown)
+                if not why_not_compared(self.asked, self.source):
+                    leave_negligible(plan_table, problems, self.deterministic)
             plan_table.plan(problems, self.deterministic)
         plan_table.torch_times(self.modules.problems())
 

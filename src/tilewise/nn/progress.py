@@ -10,7 +10,7 @@ from typing import Any
 
 from tilewise.machine import random_states
 
-__all__ = ["LATE_S", "Late", "TimeLeft", "in_words", "showing"]
+__all__ = ["LATE_S", "Late", "TimeLeft", "counted", "in_words", "showing"]
 
 LATE_S = 2.0
 """Seconds of planning before anything is shown."""
@@ -90,6 +90,18 @@ def in_words(seconds: float) -> str:
     return f"about {seconds / 3600:.1f} h left"
 
 
+def counted(count: int, what: str) -> str:
+    """A count with its noun, whose plural stands first in ``what``.
+
+    >>> counted(1, "pairs of steps"), counted(2, "problems")
+    ('1 pair of steps', '2 problems')
+    """
+    if count != 1:
+        return f"{count} {what}"
+    first, space, rest = what.partition(" ")
+    return f"1 {first.removesuffix('s')}{space}{rest}"
+
+
 class Late:
     """A planner's progress callback that shows something only after :data:`LATE_S` seconds.
 
@@ -102,22 +114,22 @@ class Late:
         self._start: float | None = None
         self._total = 0
         self._bar: Any = None
-        self._shown = False
+        self._shown = self._brief = False
         self._told_at = 0.0
         self._left = TimeLeft()
 
     @contextmanager
-    def planning(self, efforts: Mapping[str, float] | None = None) -> Iterator[None]:
+    def planning(self, efforts: Mapping[str, float] | None = None, *, brief: bool = False) -> Iterator[None]:
         """Show the progress of the planning in this block, and end the display when the block ends, by an error too.
 
         ``efforts`` are those of :class:`TimeLeft`, by what is told as text. A block within another one belongs to the
-        outer one.
+        outer one. With ``brief`` no line says that it begins or ends: the caller has said what is planned.
         """
         if self._start is not None:
             yield
             return
         self._start, self._total, self._shown = time.monotonic(), 0, False
-        self._left = TimeLeft(efforts)
+        self._left, self._brief = TimeLeft(efforts), brief
         try:
             yield
         finally:
@@ -125,10 +137,9 @@ class Late:
             if self._bar is not None:
                 self._bar.stop()
                 self._bar = None
-            if self._shown:
-                sys.stderr.write(
-                    f"tilewise: {self._finished} {self._total} {self._what} in {time.monotonic() - start:.0f} s\n"
-                )
+            if self._shown and not brief:
+                what = counted(self._total, self._what)
+                sys.stderr.write(f"tilewise: {self._finished} {what} in {time.monotonic() - start:.0f} s\n")
 
     def __call__(self, done: int, total: int, text: str) -> None:
         """Take note that ``done`` of ``total`` problems are planned and that ``text`` is next."""
@@ -143,7 +154,7 @@ class Late:
         elif self._shown and self._bar is None and now - self._told_at >= EVERY_S:
             self._told_at = now
             left = in_words(self._left.seconds())
-            sys.stderr.write(f"tilewise: {done} of {total} {self._what} {self._finished}, {left}\n")
+            sys.stderr.write(f"tilewise: {done} of {counted(total, self._what)} {self._finished}, {left}\n")
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, total=total, text=text)
 
@@ -164,7 +175,9 @@ class Late:
 
         console = Console(file=sys.stderr)
         if not console.is_terminal:
-            sys.stderr.write(f"tilewise: {self._doing} {total} {self._what}, {in_words(self._left.seconds())}\n")
+            if not self._brief:
+                what = counted(total, self._what)
+                sys.stderr.write(f"tilewise: {self._doing} {what}, {in_words(self._left.seconds())}\n")
             return
         columns = (BarColumn(), MofNCompleteColumn(), LeftColumn(), TextColumn("{task.fields[text]}"))
         self._bar = Progress(TextColumn("tilewise"), *columns, console=console, transient=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,12 +12,14 @@ from typing import Any
 
 from torch import nn
 
+from tilewise import solvers
 from tilewise.nn.arguments import check_function, check_model, examples_of, unwrapped
 from tilewise.nn.background.later import PENDING
 from tilewise.nn.background.model import work_of
 from tilewise.nn.branches.choose import BranchReport
 from tilewise.nn.layers.kinds import kind_of
 from tilewise.nn.layers.plan_table import PlanTable
+from tilewise.nn.region_report import RegionLine, RegionReport
 from tilewise.nn.step.result import StepReport
 from tilewise.nn.step.timeline import DEFAULT, StepSource, checked_file, write_timeline
 from tilewise.plan import Plan
@@ -34,9 +35,17 @@ __all__ = [
     "forget",
     "keep",
     "kept",
+    "passes_of",
     "report",
     "summary",
 ]
+
+
+NO_TIME = "plan ms is empty where torch's own choice is the plan"
+BUSY = "(busy): other programs used the cores; measured again next time on a quiet machine"
+"""Lines below the table."""
+MET = "not among the examples"
+"""The remark beside a call with an input that the program met later."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,11 @@ class PassReport:
         return None if self.plan is None else self.plan.host_ms
 
     @property
+    def by_torch(self) -> bool:
+        """Whether the plan is torch's own choice, or there is none."""
+        return self.plan is None or self.plan.solver == solvers.baseline(self.problem).name
+
+    @property
     def busy(self) -> bool:
         """Whether other processes kept the host busy while the plan was timed, so that its times are doubtful."""
         return self.plan is not None and self.plan.busy
@@ -83,7 +97,9 @@ class PassReport:
 
 @dataclass(frozen=True)
 class CallReport:
-    """One call of a layer in the examples. ``shape`` is that of the input as planned, with batch axis and padding.
+    """One call of a layer. ``shape`` is that of the input as planned, with batch axis and padding.
+
+    It is a call in the examples, or, where ``met``, one that the program made later with an input of another shape.
 
     >>> model = tilewise.optimize(torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16), rigor="estimate")
     >>> tilewise.nn.report(model).layers[0].calls[0].shape
@@ -92,6 +108,7 @@ class CallReport:
 
     shape: tuple[int, ...]
     passes: tuple[PassReport, ...]
+    met: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,75 +137,6 @@ class LayerReport:
         """The passes of all calls."""
         for call in self.calls:
             yield from call.passes
-
-
-@dataclass(frozen=True)
-class RegionLine:
-    """A fused layer or an operator of a region: what runs it, the layout that it gives, and its milliseconds.
-
-    >>> line = tilewise.nn.RegionLine("conv1", "winograd_last", "channels_last", 0.25)
-    >>> f"{line.name} runs by {line.runs} in {line.ms} ms"
-    'conv1 runs by winograd_last in 0.25 ms'
-    """
-
-    name: str
-    runs: str
-    layout: str
-    ms: float
-
-
-@dataclass(frozen=True)
-class RegionReport:
-    """A module that was planned as a region for inference, or the ``reason`` why it is not one.
-
-    ``name`` is empty for the whole model. Where it was measured, for an ``input`` in words: ``torch_ms`` and
-    ``planned_ms`` are medians in milliseconds of ``pairs`` forwards by torch and by plan in turns, ``speedup`` their
-    ratio with the ends ``least`` and ``most`` of its 95 % interval, ``error`` and ``torch_error`` the relative L2
-    distances from float64. ``fused`` counts the operators that vanished into others, ``conversions`` those between
-    layouts, and ``bytes`` is what the region keeps: its constants, and memory for intermediate tensors.
-    ``why_not_native`` says why its steps are called from Python, and is empty where they are not. ``lines`` has its
-    parts in the order in which they run.
-
-    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval()
-    >>> model = tilewise.optimize(model, torch.randn(1, 3, 16, 16), training=False, rigor="estimate")
-    >>> [type(region).__name__ for region in tilewise.nn.report(model).regions]
-    ['RegionReport']
-    """
-
-    name: str
-    kind: str
-    kept: bool = False
-    reason: str = ""
-    input: str = ""
-    torch_ms: float | None = None
-    planned_ms: float | None = None
-    speedup: float | None = None
-    least: float | None = None
-    most: float | None = None
-    pairs: int = 0
-    error: float | None = None
-    torch_error: float | None = None
-    fused: int = 0
-    conversions: int = 0
-    bytes: int = 0
-    why_not_native: str = ""
-    lines: tuple[RegionLine, ...] = ()
-
-    def __str__(self) -> str:
-        where = f"region {self.name}" if self.name else "region of the whole model"
-        if self.speedup is None:
-            return f"{where}: none, {self.reason}"
-        ratio = f"{self.speedup:.2f}x, 95 % between {self.least:.2f} and {self.most:.2f}"
-        times = f"{self.torch_ms:.4g} -> {self.planned_ms:.4g} ms ({ratio})"
-        if not self.kept:
-            return f"{where}, {self.input}: not kept, {self.reason}; {times}"
-        layouts = Counter(line.layout for line in self.lines)
-        told = ", ".join(f"{count} {layout}" for layout, count in sorted(layouts.items()))
-        return (
-            f"{where}, {self.input}: {times}, {_counted(len(self.lines), 'part')} ({told}), "
-            f"{_counted(self.fused, 'operator')} fused into others, "
-            f"{_counted(self.conversions, 'conversion')} between layouts"
-        )
 
 
 @dataclass(frozen=True)
@@ -270,7 +218,7 @@ class Report:
     def numbers(self) -> dict[str, float]:
         """The report's numbers by name, as :meth:`to_tensorboard` writes them: times in ms, workspace in bytes.
 
-        Of a layer with several calls the times of all are added. What is not known has no name.
+        Of a layer with several calls in the examples the times of all are added. What is not known has no name.
         """
         found: dict[str, float] = {
             "layers": len(self.layers),
@@ -280,7 +228,9 @@ class Report:
         if self.step is not None and not self.step.reason:
             for name in ("torch_ms", "planned_ms", "speedup"):
                 found[f"step/{name}"] = getattr(self.step, name)
-        for layer, _, each in self.passes():
+        for layer, call, each in self.passes():
+            if call.met:
+                continue
             by_plan = each.planned_ms if each.replaced else each.torch_ms
             for name, value in (("torch_ms", each.torch_ms), ("runs_ms", by_plan)):
                 key = f"{layer.name or 'model'}/{each.role}/{name}"
@@ -315,21 +265,7 @@ class Report:
         on_gpu = any(pass_report.problem.device != "cpu" for _, _, pass_report in self.passes())
         host = ("host ms",) if on_gpu else ()
         rows: list[tuple[str, ...]] = [("layer", "input", "pass", "runs", "plan ms", *host, "torch ms", *host)]
-        for layer, call, pass_report in self.passes():
-            solver = pass_report.plan.solver if pass_report.plan is not None and pass_report.replaced else "torch"
-            remark = pass_report.reason or pass_report.note
-            rows.append(
-                (
-                    layer.name,
-                    "x".join(map(str, call.shape)),
-                    pass_report.role,
-                    f"{solver} ({remark.splitlines()[0]})" if remark else solver,
-                    _ms(pass_report.planned_ms) + (" (busy)" if pass_report.busy else ""),
-                    *([_ms(pass_report.planned_host_ms)] if on_gpu else []),
-                    _ms(pass_report.torch_ms),
-                    *([_ms(pass_report.torch_host_ms)] if on_gpu else []),
-                )
-            )
+        rows += [_row(layer, call, each, on_gpu=on_gpu) for layer, call, each in self.passes()]
         nothing = [""] * (len(rows[0]) - 4)
         for layer in self.layers:
             if layer.reason:
@@ -337,6 +273,7 @@ class Report:
                 rows.append((layer.name, "", "", f"{by} ({layer.reason})", *nothing))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += self._legend()
         graphs = self.facts.get("graphs")
         if graphs is not None:
             lines.append(
@@ -346,7 +283,18 @@ class Report:
             lines.append(f"{self.pending} of {sum(1 for _ in self.passes())} passes are {PENDING}")
         told = self.step is not None and (not self.step.reason or not all(map(self._in_region, self._names())))
         step = [str(self.step)] if told else []  # regions have been compared whole: see their own lines
+        if told and self.step is not None and self.step.detail():
+            step.append(f"      {self.step.detail()}")
         return "\n".join([*lines, *map(str, self.branches), *map(str, self.regions), *step])
+
+    def _legend(self) -> list[str]:
+        """What the table does not explain by itself, where it has it."""
+        passes = [pass_report for _, _, pass_report in self.passes()]
+        by_torch = any(pass_report.plan is not None and pass_report.by_torch for pass_report in passes)
+        return [
+            *([NO_TIME] if by_torch else []),
+            *([BUSY] if any(pass_report.busy for pass_report in passes) else []),
+        ]
 
     def _names(self) -> Iterator[str]:
         """The names of all layers; of a model without any, the model's own."""
@@ -375,9 +323,11 @@ def forget(model: nn.Module) -> None:
 def report(model: nn.Module) -> Report:
     """The report of the last :func:`tilewise.optimize` of exactly this model.
 
-    A layer that was overridden since (by a ``forward`` set on it, say) computes by torch, and its report gives the
-    reason. While planning goes on in the background, it tells how things are at this moment: ``pending`` is the number
-    of passes that are still to be planned, and ``step.pending`` whether whole steps are still to be compared.
+    Beside the calls of the examples it has those with inputs of other shapes that the program made since, of layers
+    that run by plan. A layer that was overridden since (by a ``forward`` set on it, say) computes by torch, and its
+    report gives the reason. While planning goes on in the background, it tells how things are at this moment:
+    ``pending`` is the number of passes that are still to be planned, and ``step.pending`` whether whole steps are still
+    to be compared.
 
     Raises ``ValueError`` for what is no module, and for a model that was not optimized, was restored since, or is a
     copy of an optimized one.
@@ -394,7 +344,9 @@ def report(model: nn.Module) -> Report:
         last_report = replace(last_report, layers=work.report())
         if work.comparison is not None:
             last_report = replace(last_report, step=work.comparison.report)
-    return replace(last_report, layers=tuple(_as_it_is(layer, unwrapped_model) for layer in last_report.layers))
+    table = kept(model)[1]
+    layers = (_as_it_is(layer, unwrapped_model) for layer in last_report.layers)
+    return replace(last_report, layers=tuple(_with_met(layer, table) if layer.replaced else layer for layer in layers))
 
 
 def summary(model: nn.Module) -> Report:
@@ -430,6 +382,40 @@ def _as_it_is(layer: LayerReport, model: nn.Module) -> LayerReport:
     return _by_torch(layer, reason) if reason else layer
 
 
+def _with_met(layer: LayerReport, table: PlanTable) -> LayerReport:
+    """The report of a layer that runs by plan, with the calls that it met after those of the examples."""
+    known = {pass_report.problem for pass_report in layer.passes()}
+    calls: list[CallReport] = []
+    # Calls with most problems first: those of the same shape without gradients say nothing more.
+    for met in sorted(table.new_inputs.of(layer.name), key=lambda met: -len(met.problems)):
+        own_table = met.table()
+        if own_table is not None and not known.issuperset(met.problems.values()):
+            known.update(met.problems.values())
+            own_table.torch_times(met.problems.values())
+            passes = passes_of(met.problems, own_table, met.deterministic, planned=True)
+            calls.append(CallReport(met.shape, passes, met=True))
+    return replace(layer, calls=(*layer.calls, *calls))
+
+
+def passes_of(
+    problems: Mapping[str, Problem], plan_table: PlanTable, deterministic: bool, *, planned: bool
+) -> tuple[PassReport, ...]:
+    """The reports of the passes of one call, by what ``plan_table`` knows; ``planned``: its module runs by plans."""
+    return tuple(
+        PassReport(
+            role,
+            problem,
+            plan_table.chosen(problem, deterministic),
+            plan_table.times.get(problem),
+            planned and plan_table.replacement(problem, deterministic) is not None,
+            plan_table.reasons.get(problem, ""),
+            plan_table.notes.get(problem, ""),
+            plan_table.host_times.get(problem),
+        )
+        for role, problem in problems.items()
+    )
+
+
 def _by_torch(layer: LayerReport, reason: str) -> LayerReport:
     """The report of a layer that no longer runs by plan, for ``reason``."""
     calls = tuple(
@@ -450,13 +436,25 @@ def kept(model: nn.Module) -> tuple[Report, PlanTable, bool]:
     return remembered
 
 
-def _counted(count: int, what: str) -> str:
-    """A count with its noun.
-
-    >>> _counted(1, "part"), _counted(2, "part")
-    ('1 part', '2 parts')
-    """
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def _row(layer: LayerReport, call: CallReport, each: PassReport, *, on_gpu: bool) -> tuple[str, ...]:
+    """The table's row of one pass. torch's own choice has one time, which is torch's."""
+    solver = each.plan.solver if each.plan is not None and each.replaced else "torch"
+    remark = each.reason or each.note or (MET if call.met else "")
+    times = [_ms(each.torch_ms), *([_ms(each.torch_host_ms)] if on_gpu else [])]
+    planned = [_ms(each.planned_ms), *([_ms(each.planned_host_ms)] if on_gpu else [])]
+    if each.by_torch:
+        times = [time or own for time, own in zip(times, planned, strict=True)]
+        planned = [""] * len(planned)
+    doubtful = times if each.by_torch else planned
+    doubtful[0] += " (busy)" if each.busy else ""
+    return (
+        layer.name,
+        "x".join(map(str, call.shape)),
+        each.role,
+        f"{solver} ({remark.splitlines()[0]})" if remark else solver,
+        *planned,
+        *times,
+    )
 
 
 def _ms(value: float | None) -> str:

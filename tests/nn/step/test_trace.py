@@ -137,7 +137,8 @@ def test_the_report_has_the_modelled_step_beside_the_measured() -> None:
     assert made.modelled_torch_ms is not None
     assert made.modelled_planned_ms is not None
     assert made.modelled_planned_ms < made.modelled_torch_ms  # each plan promises to gain
-    assert f"modelled {made.modelled_torch_ms:.4g} -> {made.modelled_planned_ms:.4g} ms" in str(report(model))
+    expected = f"expects {made.modelled_torch_ms:.4g} -> {made.modelled_planned_ms:.4g} ms"
+    assert expected in str(report(model))
     assert made.to_json()["modelled_torch_ms"] == made.modelled_torch_ms
 
 

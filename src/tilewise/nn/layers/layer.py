@@ -224,6 +224,7 @@ class Layer:
             problems, strides = self.problems(call), self.strides(call)
         except ValueError:  # torch says what is wrong with these sizes
             problems, strides = {}, Strides((), (), ())
+        self.plan_table.new_inputs.note(self.name, call, problems, self.plan_table)
         if not self.plan_table.ready(problems.values(), call.deterministic, call.device):
             return None
         runner = self.runners[call] = self._runner(self.name, call, problems, strides)

@@ -21,6 +21,7 @@ from tilewise.machine.recent import Recent
 from tilewise.machine.torch_state import undisturbed
 from tilewise.nn.budget import Budget, GroupsOf, Names, divide
 from tilewise.nn.layers.bound_pass import BoundPass, bind_pass
+from tilewise.nn.new_inputs import NewInputs
 from tilewise.nn.progress import Late, showing
 from tilewise.plan import Plan, format_bytes
 from tilewise.planner import NoPlanError, Options, Planner
@@ -96,6 +97,7 @@ class PlanTable:
         self.number = next(_numbers)
         """What compiled graphs are traced with in place of this object, see :func:`table_of`."""
         _tables[self.number] = self
+        self.new_inputs = NewInputs()
         self.supply: Callable[[PlanTable, list[Problem], bool], list[Problem]] | None = None
         """Asked before anything is planned: it brings plans from elsewhere and gives back what is left to plan."""
         self._plans: dict[tuple[Problem, bool], Plan | None] = {}
@@ -170,22 +172,13 @@ class PlanTable:
             try:
                 plans[problem] = self.planner.plan(problem, options)
             except NoPlanError as error:
-                if self.must_plan(options) and not self._torch_keeps(problem, options):
+                if self.must_plan(options) and not _torch_keeps(self.planner, problem, options):
                     raise
                 alone = f"no solver but {solvers.baseline(problem).name}, {EXCLUDED}, can compute it\n"
                 self.refuse(
                     problem, deterministic, f"{alone if options.excludes(solvers.baseline(problem)) else ''}{error}"
                 )
         return plans
-
-    def _torch_keeps(self, problem: Problem, options: Options) -> bool:
-        """Whether torch's own choice, excluded from plans, keeps the limits of ``options``."""
-        solver_names = tuple(solver.name for solver in solvers.all_solvers() if not solver.baseline)
-        try:
-            self.planner.plan(problem, replace(options, exclude=solver_names))
-        except NoPlanError:
-            return False
-        return True
 
     def learn(self, problem: Problem, deterministic: bool, plan: Plan) -> None:
         """Take a plan that this plan table's planner made, or that :meth:`confirm` accepted."""
@@ -266,7 +259,8 @@ class PlanTable:
             elif is_capturing(device):
                 return False
             else:
-                self.plan(required, deterministic)
+                with self.new_inputs.told(self.planner, {p: self.constraints(p, deterministic) for p in missing}):
+                    self.plan(required, deterministic)
             for problem in missing:
                 self._on_sight[problem, deterministic] = None
         unbound = [
@@ -313,3 +307,13 @@ class PlanTable:
             self.refuse(problem, deterministic, f"{plan.solver}: needs {needs}, the limit is {format_bytes(limit)}")
             return
         self._bound[problem, deterministic, device] = bound_pass
+
+
+def _torch_keeps(planner: Planner, problem: Problem, options: Options) -> bool:
+    """Whether torch's own choice, excluded from plans, keeps the limits of ``options``."""
+    solver_names = tuple(solver.name for solver in solvers.all_solvers() if not solver.baseline)
+    try:
+        planner.plan(problem, replace(options, exclude=solver_names))
+    except NoPlanError:
+        return False
+    return True

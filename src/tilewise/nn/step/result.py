@@ -6,15 +6,27 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["StepReport"]
+__all__ = ["StepReport", "ratio_in_words"]
+
+
+def ratio_in_words(speedup: float | None, least: float | None, most: float | None) -> str:
+    """A speed-up with its 95 % interval, for a line that has the times of both sides as well.
+
+    It is the median of the pairs' ratios. The times are medians of each side, so that their ratio may be another one.
+
+    >>> ratio_in_words(1.25, 1.2, 1.3)
+    '1.25x in the median pair, 95 % between 1.20 and 1.30'
+    """
+    return f"{speedup:.2f}x in the median pair, 95 % between {least:.2f} and {most:.2f}"
 
 
 @dataclass(frozen=True)
 class StepReport:
     """A step's times in milliseconds, medians of ``pairs`` runs of torch's step and the planned one in turns.
 
-    ``speedup`` is torch's time over the planned one, with the ends of its 95 % interval ``least`` and ``most``. Where
-    ``kept`` is false the planned step was not surely faster, and the model computes as torch does. On a GPU
+    ``speedup`` is the median of torch's time over the planned one, pair by pair, with the ends of its 95 % interval
+    ``least`` and ``most``. Where ``kept`` is false the planned step was not surely faster, and the model computes as
+    torch does. On a GPU
     ``torch_host_ms`` and ``planned_host_ms`` are what the host needs to launch the step, ``torch_device_ms`` and
     ``planned_device_ms`` what the GPU takes with launches hidden. ``predicted_ms`` is the sum of what the passes that
     run by plan gain by their own measurements. ``modelled_torch_ms`` and ``modelled_planned_ms`` are what both steps
@@ -53,6 +65,16 @@ class StepReport:
         """The fields by name: plain JSON values."""
         return dataclasses.asdict(self)
 
+    def detail(self) -> str:
+        """What a model of host and device expects of both steps, for a line below the times; empty without one.
+
+        >>> StepReport(modelled_torch_ms=20.0, modelled_planned_ms=16.0).detail()
+        'a model of host and device expects 20 -> 16 ms'
+        """
+        if self.modelled_torch_ms is None or self.modelled_planned_ms is None:
+            return ""
+        return f"a model of host and device expects {self.modelled_torch_ms:.4g} -> {self.modelled_planned_ms:.4g} ms"
+
     def __str__(self) -> str:
         if self.pending:
             return f"step: {self.reason}"
@@ -60,14 +82,11 @@ class StepReport:
             return f"step: not compared, {self.reason}"
         assert self.torch_ms is not None
         assert self.planned_ms is not None
-        ratio = f"{self.speedup:.2f}x, 95 % between {self.least:.2f} and {self.most:.2f}"
+        ratio = ratio_in_words(self.speedup, self.least, self.most)
         name = "step" if self.way in (None, "eager") else f"step ({self.way})"
         name += f" of {self.ranks} ranks" if self.ranks > 1 else ""
         back = f"; {self.taken_back} taken back" if self.taken_back else ""
-        model = ""
-        if self.modelled_torch_ms is not None and self.modelled_planned_ms is not None:
-            model = f"; modelled {self.modelled_torch_ms:.4g} -> {self.modelled_planned_ms:.4g} ms"
         if not self.kept:
-            lost = f"plans are not surely faster ({ratio}{model}): torch's stays"
+            lost = f"plans are not surely faster ({ratio}): torch's stays"
             return f"{name}: {self.torch_ms:.4g} ms by torch, {lost}"
-        return f"{name}: {self.torch_ms:.4g} -> {self.planned_ms:.4g} ms ({ratio}{back}{model})"
+        return f"{name}: {self.torch_ms:.4g} -> {self.planned_ms:.4g} ms ({ratio}{back})"

@@ -190,6 +190,7 @@ class LinearLayer:
         if run is not None:
             return run
         problems = problems_of(call)
+        self.plan_table.new_inputs.note(self.name, call, problems, self.plan_table)
         if not self.plan_table.ready(problems.values(), call.deterministic, call.device):
             return None
         run = self._runs[call] = self._run_of(self.name, call, problems)

@@ -90,6 +90,7 @@ class OneInputLayer(abc.ABC):
         if run is not None:
             return run
         problem = call.problem
+        self.plan_table.new_inputs.note(self.name, call, self.problems(call), self.plan_table)
         if not self.plan_table.ready([problem], call.deterministic, call.device):
             return None
         found = self.made(call, self.plan_table.bound(problem, call.deterministic, call.device))

@@ -88,6 +88,8 @@ class RecurrentLayer:
             if like is None:
                 return None
             run = self._bound_like(like, call)
+        if run is None:
+            self.plan_table.new_inputs.note(self.name, call, self.problems(call), self.plan_table)
         if run is None and self.plan_table.ready([problem_of(call)], call.deterministic, call.device):
             run = self._made(call)
         if run is not None:
