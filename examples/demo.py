@@ -1,9 +1,9 @@
 """Plan, time and train a small network within a memory limit, on this machine: ``make demo``.
 
-1. ``tilewise time photonet`` plans every convolution of the built-in network within a limit of workspace a kernel and
-   times torch and the plans side by side. Torch keeps no limit: where its own algorithm needs more, the plan is torch's
-   algorithm in micro-batches, or another one.
-2. The same network is trained for a few steps on crops of two photographs that scikit-learn ships (which one is it?),
+1. Every convolution of the built-in network is planned within a limit of workspace a kernel, and ``tilewise time
+   photonet`` times torch and the plans side by side. Torch keeps no limit: where its own algorithm needs more, the plan
+   is torch's algorithm in micro-batches, or another one.
+2. The network is trained for a few steps on crops of two photographs that scikit-learn ships (which one is it?),
    from the same seed once as torch runs it and once with its layers planned, and the losses are compared.
 
 Exits with 1 unless a layer was replaced, every plan keeps the limit, and the losses agree. Where the whole mini-batch
@@ -64,16 +64,24 @@ def main() -> int:
     """Run the demonstration; 0 when everything it promises came out."""
     given = arguments()
     keep_memory()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a pipe would get nothing before the end
     # A file or pipe has no width of its own: rows then stay on one line.
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(f"Plans are kept in {Wisdom().path}, so that a second run need not search.\n", highlight=False)
+    batches = list(crops(given.batch, given.steps))
+    print(
+        f"planning {NETWORK}: a minute or two the first time, five or more on a busy machine",
+        file=sys.stderr,
+        flush=True,
+    )
+    planned_net = planned_network(given, batches[0][0])
     document = timed(given)
     console.print(layer_table(document))
     print(f"Torch keeps no limit; every plan keeps {given.workspace}.\n")
-    batches = list(crops(given.batch, given.steps))
     print(f"training {NETWORK} for {given.steps} steps, twice", file=sys.stderr, flush=True)
     unplanned = train(fresh_network(), batches)
-    planned = train(planned_network(given, batches[0][0]), batches)
+    planned = train(planned_net, batches)
     console.print(loss_table(unplanned, planned))
     return verdict(given, document, unplanned, planned)
 
@@ -94,7 +102,7 @@ def keep_memory() -> None:
 
 
 def timed(given: argparse.Namespace) -> dict[str, Any]:
-    """What ``tilewise time`` measured, as its JSON document; its progress goes to stderr."""
+    """What ``tilewise time`` measured, as its JSON document, by the plans that wisdom has by now."""
     words = ["time", NETWORK, "--batch", str(given.batch), "--workspace", given.workspace, "--device", "cpu"]
     words += ["--iterations", str(given.iterations)]
     print(f"$ tilewise {' '.join(words)}", file=sys.stderr, flush=True)
@@ -156,7 +164,7 @@ def fresh_network() -> nn.Module:
 
 
 def planned_network(given: argparse.Namespace, example: torch.Tensor) -> nn.Module:
-    """The same network with its convolutions planned; wisdom has their plans from the timing above."""
+    """The same network with its convolutions planned, with progress on stderr; wisdom has their plans from then on."""
     return tilewise.optimize(fresh_network(), (example,), workspace=given.workspace)
 
 

@@ -48,12 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise SetupError(f"Python {wanted} or later is needed, this is {sys.version.split()[0]}: make PYTHON=...")
         gpu = options.gpu == "yes" or (options.gpu == "auto" and has_nvidia_gpu())
         python = make_venv(options.venv)
+        say("looking which torch fits this machine")
         pip(python, "install", "--upgrade", "-c", CONSTRAINTS, "pip")
         cpu_index = not gpu and brings_cuda(would_install(python, "torch"))
-        say(f"{'an' if gpu else 'no'} NVIDIA GPU; torch from {options.torch_index if cpu_index else 'the usual index'}")
+        say(f"{'an' if gpu else 'no'} NVIDIA GPU; torch from {torch_source(options.torch_index, gpu, cpu_index)}")
         if options.dry_run:
             return 0
-        say("installing; this takes some minutes the first time")
+        say("installing; this takes some minutes the first time, and says nothing meanwhile")
         if cpu_index:
             install_cpu_torch(python, options.torch_index)
         extras = ",".join((*EXTRAS, "gpu") if gpu else EXTRAS)
@@ -63,6 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(str(error))
         return 1
     return 0
+
+
+def torch_source(index: str, gpu: bool, cpu_index: bool) -> str:
+    """Where torch comes from, in words: ``index`` for ``cpu_index``, and else the usual one."""
+    if cpu_index:
+        return index
+    return "the usual index" if gpu else "the usual index, whose build here has no CUDA"
 
 
 def pins(*, gpu: bool) -> tuple[str | Path, ...]:

@@ -270,7 +270,8 @@ def test_a_step_that_is_slower_with_plans_runs_by_torch_alone(clock: Clock) -> N
         ),
         (
             {"workspace": 2**20, "deterministic": True},
-            "torch's own step need not keep workspace=1048576; leave workspace and deterministic out to have it compared",
+            "torch's own step need not keep workspace=1048576; "
+            "leave workspace and deterministic out to have it compared",
         ),
         ({"exclude": ("aten",)}, "exclude=('aten',) has torch's own choice"),
         ({"rigor": "estimate"}, "rigor='estimate' measures nothing"),

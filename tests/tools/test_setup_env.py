@@ -83,6 +83,29 @@ def test_another_index_can_be_named(
     assert index_of_torch(installs) == "https://mirror.example/cpu"
 
 
+@pytest.mark.parametrize(
+    ("gpu", "would", "said"),
+    [
+        ("no", ["torch", "numpy"], "no NVIDIA GPU; torch from the usual index, whose build here has no CUDA\n"),
+        ("no", CUDA_BUILD, "no NVIDIA GPU; torch from https://download.pytorch.org/whl/cpu\n"),
+        ("yes", CUDA_BUILD, "an NVIDIA GPU; torch from the usual index\n"),
+    ],
+)
+def test_it_says_which_torch_comes(
+    setup_env: ModuleType,
+    installs: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    gpu: str,
+    would: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(setup_env, "would_install", lambda *_: would)
+    assert setup_env.main(["--gpu", gpu, "--dry-run"]) == 0
+    assert said in capsys.readouterr().err
+    assert len(installs) == 1  # of pip itself
+
+
 def test_dry_run_installs_nothing(setup_env: ModuleType, installs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup_env, "would_install", lambda *_: CUDA_BUILD)
     assert setup_env.main(["--gpu", "no", "--dry-run"]) == 0

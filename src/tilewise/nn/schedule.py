@@ -228,7 +228,7 @@ class Source:
         planned = "left to torch" if set(notes) == {ABSENT} and plan_table.unplanned == "torch" else "planned anew"
         warnings.warn(
             f"schedule {self.name}: {notes.total()} of {len(distinct)} kernels were not taken from it and {planned} "
-            f"({whys}); tilewise.nn.report(model) says which",
+            f"({whys}); tilewise.summary(model) says which",
             UserWarning,
             stacklevel=4,
         )
