@@ -99,7 +99,8 @@ class PassReport:
 class CallReport:
     """One call of a layer. ``shape`` is that of the input as planned, with batch axis and padding.
 
-    It is a call in the examples, or, where ``met``, one that the program made later with an input of another shape.
+    It is a call in the examples, or, where ``met``, one that the program made later: with an input of another shape,
+    say, or one that needs a gradient. Then ``passes`` has those that no call before it has.
 
     >>> model = tilewise.optimize(torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16), rigor="estimate")
     >>> tilewise.nn.report(model).layers[0].calls[0].shape
@@ -389,10 +390,11 @@ def _with_met(layer: LayerReport, table: PlanTable) -> LayerReport:
     # Calls with most problems first: those of the same shape without gradients say nothing more.
     for met in sorted(table.new_inputs.of(layer.name), key=lambda met: -len(met.problems)):
         own_table = met.table()
-        if own_table is not None and not known.issuperset(met.problems.values()):
-            known.update(met.problems.values())
-            own_table.torch_times(met.problems.values())
-            passes = passes_of(met.problems, own_table, met.deterministic, planned=True)
+        problems = {role: problem for role, problem in met.problems.items() if problem not in known}
+        if own_table is not None and problems:
+            known.update(problems.values())
+            own_table.torch_times(problems.values())
+            passes = passes_of(problems, own_table, met.deterministic, planned=True)
             calls.append(CallReport(met.shape, passes, met=True))
     return replace(layer, calls=(*layer.calls, *calls))
 
