@@ -65,6 +65,15 @@ def test_commands_are_listed_with_whole_sentences(run, path: tuple[str, ...]) ->
     assert text.endswith(".")
 
 
+@pytest.mark.parametrize("path", [(), ("advise",), ("wisdom",), ("kernels",), ("caffe",)], ids=" ".join)
+def test_a_group_without_a_command_shows_its_help(run, path: tuple[str, ...]) -> None:
+    bare, asked = run(*path), run(*path, "--help")
+    assert bare.exit_code == 2  # click's status of a group without a command
+    assert bare.stdout == ""
+    assert bare.stderr == asked.stdout
+    assert len(bare.stderr.splitlines()) > 5
+
+
 def test_options_stand_in_groups(run) -> None:
     text = run("plan", "--help").stdout
     places = [text.index(f"{heading}:") for heading in GROUPS if f"{heading}:" in text]

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
+from click.exceptions import NoArgsIsHelpError
 
 from tilewise.cli.helped import HelpedGroup
 
@@ -89,6 +90,9 @@ class Program(HelpedGroup):
                 warnings.showwarning = _show_warning
                 code = run()
             sys.stdout.flush()  # here, where an error is still told
+        except NoArgsIsHelpError as error:  # a group without a command: its help, which is no error's one line
+            error.show()
+            code = error.exit_code
         except click.ClickException as error:
             click.echo(f"tilewise: {one_line(error.format_message())}{_where_to_look(error)}", err=True)
             code = error.exit_code
