@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from tilewise.cli.given.early import kind_of_text
+from tilewise.cli.given.here import modules_here_until_the_end
 from tilewise.cli.program import BadInput, bad_input
 from tilewise.cli.settings import DEFAULT_BATCH, Asked
 
@@ -128,6 +129,7 @@ def plan_mesh(
     if mesh.gpus is None:
         raise BadInput("--gpus: how many? --gpus 4 would do")
     cluster = mesh.cluster()
+    modules_here_until_the_end(target)
     with bad_input("NET|LAYER"), torch.device("cpu"):
         network = load_network(target)
     shape = (settings.batch or DEFAULT_BATCH, *mesh.shape(network.input_shape))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilewise.cli.given.early import check_target, kind_of_text
+from tilewise.cli.given.here import modules_here_until_the_end
 from tilewise.cli.program import BadInput, bad_input, is_out_of_memory, one_line
 from tilewise.cli.settings import DEFAULT_BATCH, OPS, PASSES, TASKS, Asked
 
@@ -186,6 +187,7 @@ def network_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> 
     from tilewise.frontends.networks import load_network
     from tilewise.problems.base import DTYPES
 
+    modules_here_until_the_end(text)
     with bad_input("NET|LAYER"), torch.device("cpu"):
         network = load_network(text)
     device, batch = settings.torch_device(), settings.batch or DEFAULT_BATCH

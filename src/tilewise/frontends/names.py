@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["BUILTIN", "NetworkError", "check_name", "known"]
+__all__ = ["BUILTIN", "NetworkError", "check_name", "is_factory", "known"]
 
 BUILTIN = (
     "alexnet",
@@ -41,6 +41,16 @@ class NetworkError(ValueError):
     """
 
 
+def is_factory(spec: str) -> bool:
+    """Whether ``spec`` is meant as ``module.path:factory``, a function that makes a network.
+
+    >>> is_factory("net:Net"), is_factory("timm:resnet18"), is_factory("alexnet")
+    (True, False, False)
+    """
+    source, colon, _ = spec.partition(":")
+    return bool(colon) and source not in LIBRARIES and not spec.endswith(".prototxt")
+
+
 def check_name(spec: str) -> None:
     """Raise :class:`NetworkError` where the network ``spec`` cannot be loaded, as far as can be told without torch."""
     source, colon, name = spec.partition(":")
@@ -59,7 +69,8 @@ def check_name(spec: str) -> None:
     elif not all(part.isidentifier() for part in (*source.split("."), *name.split("."))):
         raise NetworkError(f"network {spec!r} does not read as module.path:factory")
     elif not _is_there(package := source.partition(".")[0]):
-        raise NetworkError(f"network {spec!r}: there is no module {package!r} to import")
+        hint = f"is {package}.py in another folder? There this would do"
+        raise NetworkError(f"network {spec!r}: there is no module {package!r} to import; {hint}")
 
 
 def _in_place_of_a_name(spec: str) -> str:

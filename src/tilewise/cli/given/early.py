@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tilewise.cli.given.here import modules_here
 from tilewise.cli.program import BadInput, bad_input
 from tilewise.cli.settings import OPS, PASSES, TASKS, Asked, workspace_bytes
 from tilewise.declared import solver_names
@@ -52,7 +53,7 @@ def check_target(text: str, settings: Asked, passes: tuple[str, ...] = (), kind:
     kind = kind_of_text(text) if kind is None else kind
     check_passes(text, passes, KINDS[kind][1] if kind else PASSES)
     if not kind:
-        with bad_input("NET|LAYER"):
+        with bad_input("NET|LAYER"), modules_here(text):
             check_name(text)
         return
     with bad_input():
