@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,12 @@ CHECKS = {
     "object": lambda value: isinstance(value, dict),
     "null": lambda value: value is None,
 }
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lines of progress in this process: where one begins depends on how busy the machine is."""
+    monkeypatch.setattr("tilewise.report.progress.LATE_S", threading.TIMEOUT_MAX)
 
 
 @pytest.fixture

@@ -47,6 +47,8 @@ def _factory():
     module.wrong = lambda: (nn.Sequential(nn.Conv2d(5, 4, 3)), (4, 10, 10))
     equal = [nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(2)]
     module.equal = lambda: (nn.Sequential(*equal, nn.Conv2d(4, 2, 3, bias=False)), (4, 10, 10))
+    module.shapeless = lambda: nn.Conv2d(3, 4, 3, stride=50)
+    module.unfit = lambda: nn.Conv2d(5, 4, 3)
     module.none = lambda: (nn.Flatten(), (4, 10, 10))
     sys.modules["some_networks"] = module
     yield
@@ -290,6 +292,19 @@ def test_a_network_that_does_not_run_on_its_input_is_bad_input(run):
     (line,) = result.stderr.splitlines()
     for words in ("some_networks:wrong", "(2, 4, 10, 10)", "to have 5 channels"):
         assert words in line
+
+
+@pytest.mark.parametrize(("batch", "words"), [("1", "1 input of 3x224x224"), ("2", "2 inputs of 3x224x224")])
+def test_inputs_that_are_assumed_are_told(run, batch, words):
+    arguments = (*FAST, "--rigor", "wisdom_only", "--batch", batch)
+    (line,) = run("plan", "some_networks:shapeless", *arguments).stderr.splitlines()
+    assert f"some_networks:shapeless does not say what it takes: {words} assumed" in line
+    assert "returns module and shape" in line
+    assert run("plan", "some_networks:small", *arguments).stderr == ""
+    failed = run("plan", "some_networks:unfit", *arguments)
+    assert failed.exit_code == 2
+    (line,) = failed.stderr.splitlines()
+    assert f"an input of ({batch}, 3, 224, 224), which was assumed" in line
 
 
 def test_a_network_without_convolutions_has_an_empty_plan(run, check_document):

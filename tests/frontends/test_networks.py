@@ -131,6 +131,15 @@ def test_builtin_network() -> None:
     assert net.module(net.example_inputs(2)).shape == (2, 2)
 
 
+@pytest.mark.parametrize(
+    ("factory", "assumed"), [("alone", True), ("audio", False), ("with_attribute", False), ("size", False)]
+)
+def test_a_shape_that_nobody_gave_is_marked(factory: str, assumed: bool, package: Package) -> None:
+    package("nets/small.py", FACTORIES)
+    assert load_network(f"nets.small:{factory}").assumed is assumed
+    assert not load_network("photonet").assumed
+
+
 def test_builtin_names() -> None:
     assert set(builtin_networks()) >= {
         "alexnet",

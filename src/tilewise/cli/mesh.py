@@ -15,6 +15,7 @@ from tilewise.cli.program import BadInput, bad_input
 from tilewise.cli.settings import DEFAULT_BATCH, Asked
 
 if TYPE_CHECKING:
+    from tilewise.cli.target import tell_assumed
     from tilewise.distributed.mesh.choose import MeshChoice
     from tilewise.distributed.mesh.cost import Cluster
     from tilewise.planner import Planner
@@ -132,6 +133,8 @@ def plan_mesh(
     modules_here_until_the_end(target)
     with bad_input("NET|LAYER"), torch.device("cpu"):
         network = load_network(target)
+    if network.assumed and mesh.input_size is None:
+        tell_assumed(target, settings.batch or DEFAULT_BATCH, network.input_shape)
     shape = (settings.batch or DEFAULT_BATCH, *mesh.shape(network.input_shape))
     device, options = settings.torch_device(), settings.options()
     if options.share_with:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from tilewise.cli.given.early import check_target, kind_of_text
 from tilewise.cli.given.here import modules_here_until_the_end
 from tilewise.cli.program import BadInput, bad_input, is_out_of_memory, one_line
@@ -26,8 +28,13 @@ __all__ = [
     "product_target",
     "recurrent_target",
     "resolve",
+    "tell_assumed",
     "text_target",
 ]
+
+
+ANOTHER = "a factory that returns module and shape gives another"
+"""How to plan for inputs of another shape than the one that is assumed."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +221,19 @@ def network_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> 
         if is_out_of_memory(error):
             raise
         reason = one_line(f"{type(error).__name__}: {error}")[:300]
-        raise BadInput(f"NET|LAYER: {text!r} does not run on an input of {tuple(inputs.shape)}: {reason}") from error
+        on = f"an input of {tuple(inputs.shape)}" + (f", which was assumed ({ANOTHER})" if network.assumed else "")
+        raise BadInput(f"NET|LAYER: {text!r} does not run on {on}: {reason}") from error
+    if network.assumed:
+        tell_assumed(text, batch, network.input_shape)
     return Target(text, batch, device, precision, layers, network, inputs, make_inputs)
+
+
+def tell_assumed(text: str, batch: int, shape: tuple[int, ...]) -> None:
+    """Say on stderr for which inputs the network ``text`` is planned, as neither it nor the user said it."""
+    sizes, inputs = "x".join(map(str, shape)), "input" if batch == 1 else "inputs"
+    click.echo(
+        f"tilewise: {text} does not say what it takes: {batch} {inputs} of {sizes} assumed ({ANOTHER})", err=True
+    )
 
 
 def layers_of(

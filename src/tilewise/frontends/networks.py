@@ -29,7 +29,7 @@ class Network:
     """A module and what it takes to run it.
 
     ``name`` is the text that :func:`load_network` was given. ``input_shape`` is the shape of one input without the
-    batch: (C, H, W) for images.
+    batch: (C, H, W) for images. ``assumed`` says that nobody gave that shape.
 
     >>> network = load_network("alexnet")
     >>> network.input_shape
@@ -41,6 +41,7 @@ class Network:
     name: str
     module: nn.Module
     input_shape: tuple[int, ...]
+    assumed: bool = False
 
     def example_inputs(
         self,
@@ -226,6 +227,7 @@ def network_of(spec: str, built: object) -> Network:
     if not isinstance(module, nn.Module):
         kind = type(built).__name__
         raise NetworkError(f"network {spec!r} built a {kind}: a torch.nn.Module or (module, input_shape) would do")
+    assumed = shape is None and not hasattr(module, "input_shape")
     if shape is None:
         shape = getattr(module, "input_shape", IMAGE)
     try:
@@ -236,7 +238,7 @@ def network_of(spec: str, built: object) -> Network:
         raise NetworkError(
             f"network {spec!r} has input shape {shape!r}: positive integers without the batch, like {IMAGE}, would do"
         )
-    return Network(spec, module, sizes)
+    return Network(spec, module, sizes, assumed)
 
 
 def library(spec: str, package: str, path: str) -> Any:
