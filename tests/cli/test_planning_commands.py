@@ -295,9 +295,6 @@ def test_passes_by_their_names_in_torch(run, check_document, target, role, own):
     words = (*FAST, "--rigor", "wisdom_only", "--json", "--pass", role)
     layers = check_document(run("plan", target, *words).stdout)["layers"]
     assert {found["problem"].get("pass", found["problem"].get("op")) for x in layers for found in x["passes"]} == own
-    if target == "16x32:32x8":  # as autograd computes a linear layer of 32 inputs and 8 outputs
-        sizes = {"forward": "m16n8k32", "grad_input": "m16n32k8", "grad_weight": "m8n32k16"}
-        assert sizes[role] in layers[0]["passes"][0]["problem"]["key"]
     if target == "some_networks:small":
         assert {found["problem"]["pass"] for found in layers[1]["passes"]} == {"dgrad"}
 

@@ -143,8 +143,8 @@ def rnn(
 
 @command.command("gemm", cls=Helped, examples=GEMM_EXAMPLES)
 @click.argument("text", metavar="MxK:KxN")
-@click.option("--pass", "ops", type=click.Choice(OPS), multiple=True,
-              help="How the operands are stored; may be repeated.  [default: nn, nt and tn]")  # fmt: skip
+@click.option("--pass", "ops", type=click.Choice((*OPS, *ROLES)), multiple=True,
+              help="How operands are stored, or a linear layer's pass; may be repeated.  [default: nn, nt and tn]")  # fmt: skip
 @wanted_options
 @planning_options(without=("layout", "batch"), rigors=MEASURING)
 @click.pass_context

@@ -235,8 +235,8 @@ def passes_option(command: Function) -> Function:
         "passes",
         type=click.Choice((*PASSES, *ROLES, *OPS, *TASKS)),
         multiple=True,
-        help="Only this pass, in torch's words too; may be repeated. Those of a product say how its operands are "
-        "stored, those of a recurrent layer, a pooling or a normalization whether its gradients are computed too.",
+        help="Only this pass, in torch's words too; may be repeated. Those of a product say how its operands are stored, "
+        "those of a recurrent layer, a pooling or a normalization whether its gradients are computed too.",
     )
     return option(command)
 

@@ -11,13 +11,12 @@ import click
 from tilewise.cli.given.early import check_target, kind_of_text, own_passes
 from tilewise.cli.given.here import modules_here_until_the_end
 from tilewise.cli.program import BadInput, bad_input, is_out_of_memory, one_line
-from tilewise.cli.settings import DEFAULT_BATCH, OPS, PASSES, ROLES, TASKS, Asked
+from tilewise.cli.settings import DEFAULT_BATCH, OPS, PASSES, TASKS, Asked
 
 if TYPE_CHECKING:
     import torch
 
     from tilewise.frontends.networks import Network
-    from tilewise.problems.gemm.problem import GemmProblem
     from tilewise.report.values import Layer
 
 __all__ = [
@@ -115,6 +114,7 @@ def product_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> 
     from tilewise.report.values import Layer
 
     check_target(text, settings, passes, "gemm")
+    passes = own_passes("gemm", passes)
     with bad_input():
         product = parse_product(text)
         device = settings.torch_device()
@@ -123,23 +123,9 @@ def product_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> 
             "precision": settings.set_precision(device, "matmul"),
             "device": device_name(device),
         }
-        problems = tuple(dict.fromkeys(_of_product(text, name, fields) for name in passes or OPS[:3]))
+        problems = tuple(parse_product(text, op=op.upper(), **fields) for op in passes or OPS[:3])
     layer = Layer((product_name(text) or "product",), problems)
     return Target(text, product.batch_size, device, fields["precision"], (layer,))
-
-
-def _of_product(text: str, name: str, fields: dict[str, Any]) -> GemmProblem:
-    """The product ``text`` as its pass ``name`` stores it; of a linear layer's gradients the sizes change places."""
-    from dataclasses import replace
-
-    from tilewise.problems.gemm.notation import parse_product
-
-    (op,) = own_passes("gemm", (name,))
-    found = parse_product(text, op=op.upper(), **fields)
-    if name not in ROLES[1:]:
-        return found
-    m, k, n = (found.m, found.n, found.k) if name == "grad_input" else (found.n, found.m, found.k)
-    return replace(found, m=m, k=k, n=n, bias=False, activation="none")
 
 
 def recurrent_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:

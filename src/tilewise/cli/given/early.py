@@ -44,7 +44,7 @@ BY_ROLE: dict[str, dict[str, str]] = {
     "transposed": dict(zip(ROLES, ("dgrad", "fprop", "wgrad"), strict=True)),
     "gemm": dict(zip(ROLES, ("nt", "nn", "tn"), strict=True)),
 }
-"""The passes of each kind by torch's words for them. A product's are those of the linear layer whose forward it is.
+"""The passes of each kind by torch's words for them; of a product as a linear layer computes it.
 
 Other kinds have passes in which forward and gradients are one.
 """
@@ -53,8 +53,8 @@ Other kinds have passes in which forward and gradients are one.
 def own_passes(kind: str, passes: Iterable[str]) -> tuple[str, ...]:
     """``passes`` in the words of a ``kind`` of :data:`BY_ROLE`, each once.
 
-    >>> own_passes("conv", ["forward", "fprop", "wgrad"]), own_passes("transposed", ["forward"])
-    (('fprop', 'wgrad'), ('dgrad',))
+    >>> own_passes("gemm", ["forward", "nt", "tn"]), own_passes("transposed", ["forward"])
+    (('nt', 'tn'), ('dgrad',))
     """
     return tuple(dict.fromkeys(BY_ROLE[kind].get(name, name) for name in passes))
 
