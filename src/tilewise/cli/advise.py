@@ -15,7 +15,7 @@ import click
 from tilewise.cli.given.early import check_asked, check_target
 from tilewise.cli.helped import Helped, HelpedGroup
 from tilewise.cli.program import NO_PLAN, BadInput, bad_input
-from tilewise.cli.settings import BATCH_OF_LAYER, MEASURING, OPS, PASSES, ROLES, TASKS, Asked, planning_options
+from tilewise.cli.settings import BATCH_OF_LAYER, MEASURING, OPS, PASSES, TASKS, Asked, planning_options
 from tilewise.problems.texts.recurrent import CELLS
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ def rnn(
 
 @command.command("gemm", cls=Helped, examples=GEMM_EXAMPLES)
 @click.argument("text", metavar="MxK:KxN")
-@click.option("--pass", "ops", type=click.Choice((*OPS, *ROLES)), multiple=True,
-              help="How operands are stored, or a linear layer's pass; may be repeated.  [default: nn, nt and tn]")  # fmt: skip
+@click.option("--pass", "ops", type=click.Choice(OPS), multiple=True,
+              help="How the operands are stored; may be repeated.  [default: nn, nt and tn]")  # fmt: skip
 @wanted_options
 @planning_options(without=("layout", "batch"), rigors=MEASURING)
 @click.pass_context
@@ -167,7 +167,7 @@ def gemm(ctx: click.Context, text: str, ops: tuple[str, ...], wanted: Wanted, be
 
 @command.command("conv", cls=Helped, examples=CONV_EXAMPLES)
 @click.argument("text", metavar="LAYER")
-@click.option("--pass", "passes", type=click.Choice((*PASSES, *ROLES)), multiple=True,
+@click.option("--pass", "passes", type=click.Choice(PASSES), multiple=True,
               help="Which passes are computed; may be repeated.  [default: all three]")  # fmt: skip
 @wanted_options
 @planning_options(batch=BATCH_OF_LAYER, rigors=MEASURING)

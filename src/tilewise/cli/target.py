@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tilewise.cli.given.early import check_target, kind_of_text, own_passes
+from tilewise.cli.given.early import check_target, kind_of_text
 from tilewise.cli.given.here import modules_here_until_the_end
 from tilewise.cli.program import BadInput, bad_input, is_out_of_memory, one_line
 from tilewise.cli.settings import DEFAULT_BATCH, OPS, PASSES, TASKS, Asked
@@ -57,9 +57,8 @@ class Target:
 def resolve(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
     """The target that ``text`` names: a layer of any kind of problems, or else a network.
 
-    ``passes`` narrows it to those (by torch's words ``forward``, ``grad_input``, ``grad_weight``; ``fprop``, ``dgrad``,
-    ``wgrad``; of a product ``nn``, ``nt``, ``tn``, ``tt``; of a recurrent layer, a pooling or a normalization
-    ``inference``, ``training``). Raises :class:`BadInput`.
+    ``passes`` narrows it to those (``fprop``, ``dgrad``, ``wgrad``; of a product ``nn``, ``nt``, ``tn``, ``tt``; of a
+    recurrent layer, a pooling or a normalization ``inference``, ``training``). Raises :class:`BadInput`.
     """
     found = text_target(text)
     if found is None:
@@ -88,7 +87,6 @@ def layer_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Ta
     from tilewise.report.values import Layer
 
     check_target(text, settings, passes, "conv")
-    passes = own_passes("conv", passes)
     with bad_input():
         layer = parse_layer(text, batch=settings.batch)
         device = settings.torch_device()
@@ -114,7 +112,6 @@ def product_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> 
     from tilewise.report.values import Layer
 
     check_target(text, settings, passes, "gemm")
-    passes = own_passes("gemm", passes)
     with bad_input():
         product = parse_product(text)
         device = settings.torch_device()
@@ -250,6 +247,5 @@ def layers_of(
 
     layers = [layer_of(call, precision, inputs.device) for call in convolution_layers(module, inputs)]
     if passes:
-        wanted = {kind: own_passes("transposed" if kind else "conv", passes) for kind in (False, True)}
-        layers = [replace(x, problems=tuple(p for p in x.problems if p.task in wanted[x.transposed])) for x in layers]
+        layers = [replace(x, problems=tuple(p for p in x.problems if p.task in passes)) for x in layers]
     return grouped(layers)
