@@ -124,6 +124,7 @@ def test_interrupted_planning_keeps_what_was_measured(start, tmp_path, kernels):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out == ""
-    (line,) = err.splitlines()
+    *progress, line = err.splitlines()
     assert line == "tilewise: interrupted; what was measured is kept"
+    assert all("mb64ic16ih14oc16oh14kh3ph1" in told or "left" in told for told in progress), progress
     assert sum(found.measurements for found in wisdom.summary()) > 0

@@ -15,6 +15,8 @@ from tilewise.cli.program import BadInput, bad_input
 from tilewise.cli.settings import DEFAULT_BATCH, Asked
 
 if TYPE_CHECKING:
+    import torch
+
     from tilewise.cli.target import tell_assumed
     from tilewise.distributed.mesh.choose import MeshChoice
     from tilewise.distributed.mesh.cost import Cluster
@@ -111,6 +113,15 @@ OPTIONS = (
 )
 
 
+def _order(layout: str, axes: int) -> torch.memory_format:
+    """The order in memory of images with so many axes."""
+    import torch
+
+    if layout != "channels_last":
+        return torch.contiguous_format
+    return torch.channels_last if axes == 4 else torch.channels_last_3d
+
+
 def plan_mesh(
     target: str, mesh: MeshAsked, settings: Asked, planner: Planner, memory_limit: str | None
 ) -> tuple[dict[str, Any], MeshChoice]:
@@ -143,9 +154,7 @@ def plan_mesh(
         )
     precision = settings.set_precision(device)
     dtype = DTYPES[settings.dtype]
-    order = torch.contiguous_format
-    if settings.layout == "channels_last":
-        order = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    order = _order(settings.layout, len(shape))
     module = network.module.to("meta", dtype).train()
     example = torch.empty(shape, dtype=dtype, device="meta").contiguous(memory_format=order)
     with (

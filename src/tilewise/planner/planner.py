@@ -121,9 +121,8 @@ class Planner:
         distinct = list(dict.fromkeys(problems))
         options = _asked(options, *distinct)
         self._plans.preload(distinct, options)
-        self._look_for_overtaken(distinct, options)
-        tell = self.progress or _silent
-        far = _Far(tell, len(distinct))
+        _look_for_overtaken(self, distinct, options)
+        far = _Far(tell := self.progress or _silent, len(distinct))
         self.plan_ahead(distinct, options, far.told)
         plans: dict[P, Plan] = {}
         over_cold_caches = options.rigor in MEASURING and any(p.device_type == "cpu" for p in distinct)
@@ -134,14 +133,6 @@ class Planner:
                 plans[problem] = self.plan(problem, options)
         tell(len(distinct), len(distinct), "")
         return {problem: plans[problem] for problem in distinct}
-
-    def _look_for_overtaken(self, problems: Sequence[Problem], options: Options) -> None:
-        """Have those problems planned again whose remembered plans torch's own choice has overtaken."""
-        if options.rigor in MEASURING:
-            with self._lock:
-                known = {problem: self.remembered(problem, options) for problem in problems}
-            plans = {problem: plan for problem, plan in known.items() if plan is not None}
-            self._again.overtake(problem.key for problem in overtaken(self.wisdom, plans, options))
 
     def plan_ahead(self, problems: Sequence[Problem], options: Options, told: Callable[[Problem], None]) -> None:
         """Measure on all devices at once what :meth:`plan` would measure here; ``told`` hears of each when it is done.
@@ -308,6 +299,15 @@ class Planner:
         checked first, once; one that is refused is a :class:`~tilewise.wisdom.WisdomWarning` with the reason.
         """
         return self._plans.find(problem, options, self._admitted)
+
+
+def _look_for_overtaken(planner: Planner, problems: Sequence[Problem], options: Options) -> None:
+    """Have those problems planned again whose remembered plans torch's own choice has overtaken."""
+    if options.rigor in MEASURING:
+        with planner._lock:
+            known = {problem: planner.remembered(problem, options) for problem in problems}
+        plans = {problem: plan for problem, plan in known.items() if plan is not None}
+        planner._again.overtake(problem.key for problem in overtaken(planner.wisdom, plans, options))
 
 
 class _Far:
