@@ -90,8 +90,16 @@ def compiler_of_trace() -> Any:
     return getattr(InstructionTranslator.current_tx().output, "compiler_fn", None)
 
 
+def lead_training() -> None:
+    """Have Inductor, where it compiles the graph being traced, compute norms and gates of ReLU with fewer passes."""
+    from tilewise.nn.layers.inductor.training_pass import install as install_training_pass
+
+    install_training_pass(compiler_of_trace())
+
+
 # What ``torch.compiler.assume_constant_result`` sets: calling that would import Dynamo here, which takes seconds.
 is_kept._dynamo_marked_constant = True  # type: ignore[attr-defined]
+lead_training._dynamo_marked_constant = True  # type: ignore[attr-defined]
 is_frozen_by_inductor._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

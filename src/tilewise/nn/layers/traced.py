@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from tilewise.nn.layers.compiled import Known
-from tilewise.nn.layers.frozen import is_kept
+from tilewise.nn.layers.frozen import is_kept, lead_training
 from tilewise.nn.layers.layer import Layer
 from tilewise.nn.layers.strides import backend_layout
 
@@ -45,6 +45,8 @@ def trace(layer: Layer, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
         ):
             if not grad and not is_kept(known.plans, known.table):
                 return None
+            if grad:
+                lead_training()
             return torch.ops.tilewise.conv(x, w, b, known.plans)  # type: ignore[no-any-return]
     return None
 

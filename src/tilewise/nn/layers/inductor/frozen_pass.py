@@ -20,6 +20,7 @@ from tilewise.machine.torch_state import undisturbed
 from tilewise.nn.layers.inductor.matches import Match, matches
 from tilewise.nn.layers.inductor.operator import publish
 from tilewise.nn.layers.inductor.pointwise import as_onednn_calls_it
+from tilewise.nn.layers.inductor.settings import after, settings_of
 from tilewise.nn.layers.plan_table import PlanTable, planning, table_of
 from tilewise.planner.measuring.times import Timer, interleaved
 from tilewise.problems.base import Problem, dense_strides
@@ -49,14 +50,10 @@ def install(compiler: Any, number: int) -> bool:
     Passes that the user has set run before it. Returns whether the backend takes passes; a graph of another is left
     as it is.
     """
-    import torch._inductor.config
-
-    while not isinstance(getattr(compiler, "config", None), dict) and hasattr(compiler, "_torchdynamo_orig_backend"):
-        compiler = compiler._torchdynamo_orig_backend
-    settings = getattr(compiler, "config", None)
-    if not isinstance(settings, dict):
+    settings = settings_of(compiler)
+    if settings is None:
         return False
-    before = settings.get(SETTING, getattr(torch._inductor.config, SETTING))
+    before = after(settings, SETTING)
     if isinstance(before, FrozenPass):
         before = before.before
     settings[SETTING] = FrozenPass(number, before)
