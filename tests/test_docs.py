@@ -16,7 +16,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
+from tools.torchvision_operators import declare_where_missing
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -49,26 +49,7 @@ def skip_without(blocks: str) -> None:
     for name in sorted(imported(blocks).intersection(LIBRARIES)):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install '.[tutorials]' would do")
-        _declare_detection_operators()
-
-
-_declared = torch.library.Library("torchvision", "FRAGMENT")
-
-
-def _declare_detection_operators() -> None:
-    """Let torchvision be imported, which these libraries do, where its compiled operators cannot be loaded.
-
-    The package index has them for CUDA alone. torchvision registers what two of them return, which fails where they are
-    not declared. No tutorial calls them.
-    """
-    found = importlib.util.find_spec("torchvision")
-    if found is None or found.origin is None or hasattr(torch.ops.torchvision, "nms"):
-        return
-    try:
-        torch.ops.load_library(Path(found.origin).parent / "_C.so")
-    except OSError:
-        for name in ("nms", "qnms"):
-            _declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        declare_where_missing()
 
 
 @pytest.mark.parametrize(

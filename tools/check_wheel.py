@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.extra_programs import EVERYWHERE, NEEDS, START
 from tools.setup_env import (
     CONSTRAINTS,
     CPU_INDEX,
@@ -35,66 +36,8 @@ from tools.setup_env import (
 )
 
 BASE = "base"
-
-EVERYWHERE = """
-import torch, tilewise
-assert tilewise.__file__.startswith(__import__("sys").prefix), tilewise.__file__
-model = torch.nn.Conv2d(4, 8, 3, padding=1)
-images = torch.randn(2, 4, 16, 16)
-expected = model(images)
-assert tilewise.optimize(model, images, workspace="1MiB", training=False) is model
-torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
-"""
-"""What runs in each environment: the installed package plans a layer, and the result stays."""
-
-COMPILED = """
-from tilewise import Options, Planner
-from tilewise.device import device_name
-from tilewise.notation import parse_layer
-problem = parse_layer("mb1ic8ih12oc8kh3ph1", device=device_name("{device}"))
-tried = Planner().explain(problem, Options(), every_config_of=("{solver}",))
-assert any(m.solver == "{solver}" and m.time_ms for m in tried), tried
-"""
-
-PROTOTXT = r"""
-from pathlib import Path
-import h5py, lmdb, PIL, torch
-from tilewise.frontends.caffe import load
-Path("net.prototxt").write_text('''
-layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 dim: 3 dim: 8 dim: 8 } } }
-layer { name: "conv" type: "Convolution" bottom: "data" top: "conv"
-        convolution_param { num_output: 4 kernel_size: 3 weight_filler { type: "xavier" } } }
-''')
-assert load("net.prototxt") is not None
-"""
-
-TESTED = """
-import sys, subprocess
-from pathlib import Path
-root = Path({root!r})
-# Not from the clone: there its own modules would be found. That the wheel's types are found shows its py.typed.
-types = str(root / "tests" / "typing" / "public_api.py")
-subprocess.run([sys.executable, "-m", "mypy", "--strict", "--cache-dir", "mypy", types], check=True)
-options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(root), "-c", str(root / "pyproject.toml")]
-subprocess.run([sys.executable, "-m", "pytest", *options, str(root / "tests" / "test_plan.py")], check=True)
-"""
-
-NEEDS = {
-    BASE: "",
-    "cpu": COMPILED.format(solver="fused_lowering", device="cpu"),
-    "gpu": COMPILED.format(solver="implicit_gemm", device="cuda"),
-    "caffe": PROTOTXT,
-    "demo": "from sklearn.datasets import load_sample_images\nassert len(load_sample_images().images) == 2\n",
-    "report": "import matplotlib\nmatplotlib.use('Agg')\n"
-    "from matplotlib import pyplot\npyplot.plot([1, 2])\npyplot.savefig('picture.png')\n",
-    "peers": "import onnx, onnxruntime, openvino\nfrom tilewise.frontends.networks import load_network\n"
-    "assert load_network('torchvision:squeezenet1_1')\nassert load_network('timm:mobilenetv3_small_050')\n",
-    "tutorials": "import diffusers, lightning, monai, timm\n",
-    "docs": "import furo, myst_parser, sphinx\n",
-    "release": "import build, twine\n",
-    "dev": TESTED.format(root=str(ROOT)),
-}
-"""What runs with each extra, beside :data:`EVERYWHERE`."""
+TORCHVISION = ("peers", "tutorials")
+"""Extras with packages that need torchvision, whose operators are built for one build of torch."""
 
 
 @dataclass(frozen=True)
@@ -149,18 +92,19 @@ def tried(extra: str, wheel: Path, place: Path, python: str, torch_index: str) -
     gpu = has_nvidia_gpu()
     wanted = f"tilewise @ {wheel.as_uri()}" if extra == BASE else f"tilewise[{extra}] @ {wheel.as_uri()}"
     if not gpu and brings_cuda(would_install(inside, "torch")):
-        # torchvision has operators that are built for one build of torch.
-        install_cpu_torch(inside, torch_index, ("torch", "torchvision") if extra == "peers" else ("torch",))
+        install_cpu_torch(inside, torch_index, ("torch", "torchvision") if extra in TORCHVISION else ("torch",))
     if extra == "gpu" and not gpu:
         pip(inside, "install", "--dry-run", *pins(gpu=gpu), wanted)
         return Outcome(True, "no GPU here: pip resolves its packages; nothing was installed or run")
     pip(inside, "install", *pins(gpu=gpu), wanted)
     pip(inside, "check")
+    empty = place / "run"
+    empty.mkdir()
     for program in (EVERYWHERE, NEEDS[extra]):
-        reason = failure(inside, program, place)
+        reason = failure(inside, START + program, empty)
         if reason:
             return Outcome(False, reason)
-    return Outcome(True, "installed, planned a layer" + (", and ran what needs it" if NEEDS[extra] else ""))
+    return Outcome(True, "installed, planned a layer, and ran what it is for")
 
 
 def new_environment(path: Path, python: str) -> Path:
