@@ -164,6 +164,41 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]
         ValueError,
         ("mesh=None", "init_device_mesh"),
     ),
+    "weights for a model": (
+        lambda: tilewise.optimize(model().state_dict(), images()),  # type: ignore[type-var]
+        ValueError,
+        ("model=OrderedDict of 2 tensors", "the torch.nn.Module that loads them"),
+    ),
+    "an optimizer for inputs": (
+        optimized(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)),
+        ValueError,
+        ("example_inputs=SGD", "torch.randn(1, 3, 224, 224)"),
+    ),
+    "a generator of batches for inputs": (
+        optimized(batch for batch in [images()]), ValueError, ("example_inputs=a generator", "torch.randn("),
+    ),
+    "a device as an option": (optimized(device="cuda"), TypeError, ("'device'", "model.to(device) before would do")),
+    "a dtype as an option": (optimized(dtype=torch.bfloat16), TypeError, ("'dtype'", "model.to(dtype)", "autocast")),
+    "a fraction of the memory": (optimized(memory_limit=0.8), ValueError, ("memory_limit=0.8", "'80%'", "'16GiB'")),
+    "a filter that takes the module alone": (
+        optimized(filter_fn=lambda module: True), ValueError, ("filter_fn=", "(module)", "(name, module) would do"),
+    ),
+    "a loss for a step": (
+        optimized(step=nn.functional.cross_entropy), ValueError, ("step=cross_entropy(input", "of (model) would do"),
+    ),
+    "a module for an activation": (
+        lambda: tilewise.conv2d(images(), torch.zeros(8, 3, 3, 3, device="cpu"), activation=nn.ReLU()),  # type: ignore[arg-type]
+        ValueError,
+        ("activation=ReLU()", "its name", "relu"),
+    ),
+    "a number of devices": (
+        lambda: tilewise.Planner(devices=4), ValueError, ("devices=4", "'all'", "'cuda:0'"),  # type: ignore[arg-type]
+    ),
+    "a tensor for a path": (
+        lambda: tilewise.export(model().eval(), "m.safetensors", images()),  # type: ignore[arg-type]
+        ValueError,
+        ("path=a tensor of shape (2, 3, 8, 8)", "the path of a file would do"),
+    ),
     "a list for a signal": (
         lambda: tilewise.fft.rfft([1.0, 2.0], 4), TypeError, ("x is a list", "torch.as_tensor"),  # type: ignore[arg-type]
     ),
@@ -179,6 +214,14 @@ COMMANDS = {
     "plna alexnet": ("'plna'", "did you mean 'plan'"),
     "plan alexnet --workspace 64": ("--workspace", "64", "64MiB"),
     "plan alexnet --workspace 64M": ("--workspace", "64M", "64MiB"),
+    "plan model.py": ("'model.py'", "a file of Python", "model:NAME"),
+    "plan torchvision.models.resnet50": ("'torchvision.models.resnet50'", "'torchvision:resnet50' would do"),
+    "plan alexnet --batch 32,64": ("--batch", "'32,64' is not a whole number"),
+    "optimize alexnet": ("'optimize'", "did you mean 'plan'"),
+    "advise lstm 768": ("'lstm'", "conv, gemm, rnn would do"),
+    "report .": ("'.'", "a folder", "tilewise plan NET --json"),
+    f"report {__file__}": ("is not JSON", "tilewise plan NET --json"),
+    f"time alexnet --schedule {__file__}": ("--schedule", "not JSON", "tilewise plan NET -o FILE"),
 }
 """Command lines, and what their one line has."""
 AT_LEAST = 25
@@ -212,6 +255,15 @@ def test_a_command_ends_in_one_line_that_helps(command: str, tmp_path: Path, mon
     assert line.startswith("tilewise: ")
     for word in COMMANDS[command]:
         assert word in line
+
+
+def test_a_limit_without_its_unit_is_told_at_the_end() -> None:
+    """Each solver has its reason there, in a line of its own; the last line is the one that is seen."""
+    with pytest.raises(tilewise.NoPlanError) as raised:
+        optimized(workspace=64)()
+    assert str(raised.value).splitlines()[-1] == (
+        "workspace=64: 64 B is less than kernels need; text such as '64MiB' would do"
+    )
 
 
 def said_without(program: str, tmp_path: Path, *missing: str, **variables: str) -> str:

@@ -125,6 +125,14 @@ class HelpedGroup(click.Group):
 
     context_class = HelpContext
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As in click. A word that is no command is an error that names those there are."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"{args[0]!r} is not a command: {', '.join(self.list_commands(ctx))} would do")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands, each with its sentence, which click would cut off at the end of a line."""
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}

@@ -33,6 +33,8 @@ __all__ = [
 
 COMMANDS = ("plan", "time", "explain", "advise", "report", "run", "wisdom", "kernels", "info", "schema", "caffe")
 """Each is ``command`` in the module of its name, in the order ``--help`` lists them."""
+ALIKE = {"optimize": "plan", "tune": "plan", "bench": "time", "benchmark": "time", "profile": "time"}
+"""Words of other tools, and the command that does what they do."""
 NO_PLAN, BAD_INPUT, INTERRUPTED = 1, 2, 130
 PIPE_CLOSED = 141
 """What shells report of a program that ended because nobody read on (128 and the number of SIGPIPE)."""
@@ -62,7 +64,8 @@ class Program(HelpedGroup):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """As in click. A word that is no command is an error that names all commands."""
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
-            close = "".join(f"did you mean {name!r}? " for name in difflib.get_close_matches(args[0], COMMANDS, n=1))
+            meant = [ALIKE[args[0]]] if args[0] in ALIKE else difflib.get_close_matches(args[0], COMMANDS, n=1)
+            close = "".join(f"did you mean {name!r}? " for name in meant)
             ctx.fail(f"{args[0]!r} is not a command: {close}{', '.join(COMMANDS)} would do")
         return super().resolve_command(ctx, args)
 
@@ -94,7 +97,7 @@ class Program(HelpedGroup):
             error.show()
             code = error.exit_code
         except click.ClickException as error:
-            click.echo(f"tilewise: {one_line(error.format_message())}{_where_to_look(error)}", err=True)
+            click.echo(f"tilewise: {_plain(error.format_message())}{_where_to_look(error)}", err=True)
             code = error.exit_code
         except click.Abort:
             click.echo("tilewise: interrupted", err=True)
@@ -172,6 +175,12 @@ def enough_memory() -> Iterator[None]:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether ``error`` says that memory ran out; torch's CPU allocator has no class for it."""
     return isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def _plain(text: str) -> str:
+    """An error's ``text`` in one line. click calls a number that has bounds a range, as if 1-9 were asked for."""
+    text = one_line(text).replace("is not a valid integer range", "is not a whole number")
+    return text.replace("is not a valid float range", "is not a number")
 
 
 def one_line(text: str) -> str:

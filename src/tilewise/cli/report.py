@@ -45,6 +45,8 @@ def command(schedule: Path, output: Path | None) -> None:
     asks the network for nothing and can be sent to anybody. SCHEDULE '-' is stdin.
     """
     name = "stdin" if str(schedule) == "-" else str(schedule)
+    if schedule.is_dir():
+        raise BadInput(f"SCHEDULE: {name!r} is a folder; a document of 'tilewise plan NET --json' would do")
     if output is None:
         output = Path("-") if name == "stdin" else schedule.with_suffix(".html")
     if output == schedule and name != "stdin":
@@ -97,7 +99,8 @@ def _parsed(data: bytes) -> Any:
         raise ValueError("is nested deeper than any schedule") from error
     except ValueError as error:
         whole = "; it ends before the document does: run the command that writes it again" if _is_cut(error) else ""
-        raise ValueError(f"is not JSON: {error}{whole}") from error
+        would_do = whole or "; a document of 'tilewise plan NET --json' would do"
+        raise ValueError(f"is not JSON: {error}{would_do}") from error
 
 
 def _is_cut(error: ValueError) -> bool:

@@ -201,13 +201,15 @@ def check_trace(file: str, *, whole: bool) -> None:
 
 def load(file: str) -> Schedule:
     """The schedule in ``file``. Raises :class:`BadInput`."""
-    from tilewise.planner import Schedule
+    from tilewise.planner import Schedule, ScheduleError
 
     with bad_input("--schedule"):
         try:
             return Schedule.load(file)
         except OSError as error:
             raise BadInput(f"--schedule: {file!r} cannot be read: {error.strerror}") from error
+        except ScheduleError as error:
+            raise BadInput(f"--schedule: {error}; a file that `tilewise plan NET -o FILE` wrote would do") from error
 
 
 def following(ctx: click.Context, settings: Asked, schedule: Schedule) -> tuple[Asked, Options]:

@@ -80,6 +80,12 @@ def _in_place_of_a_name(spec: str) -> str:
             "is a file of weights, which does not say what computes with them: "
             "module.path:factory would do, a function that makes the model"
         )
+    path = Path(spec)
+    if path.suffix == ".py":
+        return f"is a file of Python: {path.stem}:NAME would do, a class or function in it that makes the model"
+    source, _, name = spec.rpartition(".")
+    if source in ("torchvision.models", "timm.models", "timm"):
+        return f"is a path in Python: '{source.partition('.')[0]}:{name}' would do"
     if SHAPE.fullmatch(spec):
         return "is a shape, and no network or layer: a layer as text would do, such as mb1ic3ih224oc64kh7sh2ph3"
     return ""

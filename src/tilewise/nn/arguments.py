@@ -35,11 +35,20 @@ ARGUMENTS = {
 }
 """What arguments are that several functions take and that are no options, by name."""
 
+OF_THE_MODEL = {
+    "device": "plans are made for the device of model and inputs; model.to(device) before would do",
+    "dtype": "plans are made for the dtype of model and inputs; model.to(dtype) before would do, or autocast in step=",
+    "batch_size": "plans are made for the batch of the inputs; inputs of that batch would do",
+}
+"""What people give as options, and where it comes from instead."""
+
 
 def in_line(value: object) -> str:
-    """A value in one line of at most 80 characters, for messages: of a tensor what it is, and not its numbers."""
+    """A value in one line of at most 80 characters, for messages: of tensors what they are, and not their numbers."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping) and value and all(isinstance(each, torch.Tensor) for each in value.values()):
+        return f"{type(value).__name__} of {len(value)} tensors"
     return " ".join(f"{value!r:.160}".split())[:80]
 
 
@@ -48,7 +57,8 @@ def check_model(model: object) -> None:
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ValueError(f"model={model.__name__}: a class; a torch.nn.Module would do, such as {model.__name__}(...)")
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model={in_line(model)}: a torch.nn.Module would do")
+        would_do = "the torch.nn.Module that loads them" if isinstance(model, Mapping) else "a torch.nn.Module"
+        raise ValueError(f"model={in_line(model)}: {would_do} would do")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -61,12 +71,23 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def check_function(argument: str, given: object, takes: str) -> None:
-    """Raise ``ValueError`` naming ``argument`` where ``given`` is neither ``None`` nor callable.
+    """Raise ``ValueError`` naming ``argument`` where ``given`` is neither ``None`` nor can be called as it will be.
 
-    ``takes`` says in the message which parameters the function should have.
+    ``takes`` are the parameters that it is called with, and are said in the message.
     """
-    if given is not None and not callable(given):
+    if given is None:
+        return
+    if not callable(given):
         raise ValueError(f"{argument}={in_line(given)}: a function of ({takes}), or None, would do")
+    try:
+        signature = inspect.signature(given)
+    except (TypeError, ValueError):  # some functions in C have none
+        return
+    try:
+        signature.bind(*takes.split(", "))
+    except TypeError as error:
+        shown = f"{getattr(given, '__name__', type(given).__name__)}{signature}"
+        raise ValueError(f"{argument}={shown:.80}: a function of ({takes}) would do") from error
 
 
 def examples_of(example_inputs: object) -> list[Any]:
@@ -122,6 +143,7 @@ def settings_of(function: str, taken: type, settings: Settings | None, options: 
         if name not in allowed:
             close = [] if name in OPTIONS else difflib.get_close_matches(name, allowed, n=1, cutoff=0.75)
             would_do = f"{close[0]} would do" if close else f"its options are {', '.join(allowed)}"
+            would_do = OF_THE_MODEL.get(name, would_do)
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}: {would_do}")
     if settings is not None and not isinstance(settings, Settings):
         raise ValueError(f"settings={in_line(settings)}: a tilewise.Settings, or None, would do")

@@ -7,7 +7,7 @@ one, such as a shape, that is the error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,6 +77,9 @@ def _in_place_of_tensors(examples: Sequence[object]) -> str:
         if isinstance(leaf, DataLoader | Dataset):
             words = "the images of one batch would do, such as next(iter(loader))[0]"
             return f"{type(leaf).__name__}: what the model is called with, {words}"
+        if isinstance(leaf, torch.optim.Optimizer | nn.Module | Generator):
+            kind = "a generator" if isinstance(leaf, Generator) else type(leaf).__name__
+            return f"{kind}: what the model is called with would do, such as torch.randn(1, 3, 224, 224)"
         if isinstance(leaf, str | bytes):
             return f"{leaf!r:.80}: what the model is called with would do, such as torch.randn(1, 3, 224, 224)"
     return ""

@@ -32,6 +32,8 @@ MOST_DIGITS = 4
 """Most digits of a GPU's number."""
 EXCLUDED = "left out by exclude"
 """The reason given for a candidate whose solver the options exclude."""
+SMALL = 1024
+"""Bytes of workspace below which somebody may have left out the unit."""
 
 
 class NoPlanError(RuntimeError):
@@ -167,6 +169,9 @@ def no_plan_text(problem: Problem, options: Options, log: Sequence[Measurement])
     limit = "no workspace limit" if options.workspace is None else f"{format_bytes(options.workspace)} of workspace"
     lines = [f"no plan for {problem.key} under {limit}:"]
     lines += dict.fromkeys(f"  {m.solver} {m.config}: {m.reason}" for m in log if m.reason)
+    if options.workspace is not None and options.workspace < SMALL:  # 64 may be meant as MiB; this line is the last
+        few = format_bytes(options.workspace)
+        lines.append(f"workspace={options.workspace}: {few} is less than kernels need; text such as '64MiB' would do")
     return "\n".join(lines)
 
 

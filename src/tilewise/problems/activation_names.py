@@ -70,6 +70,9 @@ def require_activation(name: str) -> None:
 
     For example ``require_activation("clamp:0.0:6.0")`` does nothing, and ``"clamp:0:6"`` raises.
     """
+    if not isinstance(name, str):
+        words = f"its name would do: one of {', '.join(CONV_ACTIVATIONS)}"
+        raise ValueError(f"activation={' '.join(repr(name).split()):.60}: {words}")
     if FORM.fullmatch(name) is None:
         raise ValueError(f"activation={name[:60]!r}: one of {', '.join(CONV_ACTIVATIONS)} would do")
     try:

@@ -191,6 +191,8 @@ def memory_share(limit: object, argument: str) -> float | None:
 
     Raises ``ValueError`` naming ``argument``, the value and what would do.
     """
+    if isinstance(limit, float):
+        raise ValueError(f"{argument}={limit}: a share such as '80%', or a size such as '16GiB', would do")
     if not isinstance(limit, str) or not limit.strip().endswith("%"):
         return None
     try:

@@ -44,14 +44,6 @@ class Commands(HelpedGroup):
         found: click.Command = importlib.import_module(f"tilewise.cli.caffe.{COMMANDS[name]}").command
         return found
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As in click. A word that is no command is an error that names all commands."""
-        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            ctx.fail(f"{args[0]!r} is not a command: {', '.join(COMMANDS)} would do")
-        return super().resolve_command(ctx, args)
-
 
 @click.group("caffe", cls=Commands, short_help="Train, test and time Caffe's networks, and make their data.")
 def command() -> None:

@@ -42,7 +42,7 @@ def is_batch_file(target: str) -> bool:
 
     A text that looks like a path is meant as one: where there is no such file, reading it says so.
     """
-    if kind_of_text(target) or target in BUILTIN or target.endswith(".prototxt"):
+    if kind_of_text(target) or target in BUILTIN or target.endswith((".prototxt", ".py")):
         return False
     return Path(target).is_file() or target.endswith(".txt")
 

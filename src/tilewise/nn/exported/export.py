@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tilewise.machine.device import environment
-from tilewise.nn.arguments import check_model, examples_of, settings_of, takes, unwrapped
+from tilewise.nn.arguments import check_model, examples_of, in_line, settings_of, takes, unwrapped
 from tilewise.nn.example_errors import with_tensors
 from tilewise.nn.exported import files
 from tilewise.nn.exported.document import Writing
@@ -122,7 +122,7 @@ def export(
 def _checked_path(path: object) -> Path:
     """Where to write. Raises ``ValueError`` for what is no path of a file."""
     if not isinstance(path, str | os.PathLike) or not str(path) or "\0" in str(path):
-        raise ValueError(f"path={path!r:.80}: the path of a file would do")
+        raise ValueError(f"path={in_line(path)}: the path of a file would do")
     target = Path(path)
     if target.is_dir() or not target.absolute().parent.is_dir():
         raise ValueError(f"path={str(path)!r:.200}: a file in a folder that exists would do")

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tilewise.machine.device import environment
+from tilewise.nn.arguments import in_line
 from tilewise.nn.exported import files
 from tilewise.nn.exported.document import Reading
 from tilewise.nn.exported.values import ExportError, decoded
@@ -158,7 +159,7 @@ def load_exported(path: str | os.PathLike[str]) -> Exported:
     torch.Size([3, 2])
     """
     if not isinstance(path, str | os.PathLike) or "\0" in str(path):
-        raise ValueError(f"path={path!r:.80}: the path of a file would do")
+        raise ValueError(f"path={in_line(path)}: the path of a file would do")
     file = Path(path)
     document, tensors = files.read(file)
     listed = document.get("programs")

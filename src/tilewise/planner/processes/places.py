@@ -45,6 +45,8 @@ def find_places(devices: Devices) -> tuple[Place, ...]:
         return all_places[: max(1, cpu_count() // CORES)]
     if isinstance(devices, str):
         devices = devices.split(",")
+    if not isinstance(devices, Iterable):
+        raise ValueError(f"devices={devices!r:.80}: 'all' or a list of devices would do, such as ['cuda:0', 'cuda:1']")
     places = [_place(device) for device in devices]
     if not places:
         raise ValueError("devices=[]: 'all' or a list of devices would do")
