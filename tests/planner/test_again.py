@@ -15,6 +15,7 @@ from tilewise.machine.device import environment
 from tilewise.plan import Config, Measurement, device_of
 from tilewise.planner import NoPlanError, Options, Planner
 from tilewise.planner.caches.again import Again
+from tilewise.planner.planner import settle
 from tilewise.planner.search.trial import Trial
 from tilewise.wisdom import Wisdom
 
@@ -80,6 +81,19 @@ def test_a_plan_of_a_busy_host_is_made_again_on_a_quiet_one(
     measured[0] = 0
     assert planner.plan(SMALL, UNDIVIDED) == Planner(Wisdom(path)).plan(SMALL, UNDIVIDED) == again
     assert measured[0] == 0
+
+
+def test_a_plan_that_was_shown_stays_for_what_runs_next(machine: Machine, path: Path, measured: list[int]) -> None:
+    """Else ``tilewise time`` shows one plan for a layer, and its step runs by another."""
+    machine.fft_ms = 5.0
+    planner = Planner(Wisdom(path))
+    plan = planner.plan(SMALL, UNDIVIDED)
+    assert (plan.solver, plan.busy) == ("fft", True)
+    settle(planner, [SMALL])
+    machine.load, machine.fft_ms, measured[0] = QUIET, 20.0, 0
+    assert planner.plan(SMALL, UNDIVIDED) == plan
+    assert measured[0] == 0
+    assert Planner(Wisdom(path)).plan(SMALL, UNDIVIDED).solver == "aten"  # another planner looks again
 
 
 @pytest.mark.parametrize("share", [BUSY, None])

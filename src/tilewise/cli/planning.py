@@ -31,6 +31,7 @@ from tilewise.plan import Measurement, Plan
 from tilewise.planner import NoPlanError, Options, Planner, Schedule
 from tilewise.planner.caches.measurements import baselines
 from tilewise.planner.caches.rates import known_rates
+from tilewise.planner.planner import settle
 from tilewise.planner.schedules.follow import entry_of, follow
 from tilewise.planner.schedules.results import with_times
 from tilewise.planner.schedules.schedule import with_tried
@@ -170,6 +171,7 @@ def plan_target(
             within = replace(options, workspace=limit_of.get(problem, options.workspace))
             results[problem], note = _planned(problem, within, planner, schedule)
             notes.update([note] if note else [])
+    settle(planner, problems)  # a step that is run next is one by the plans that are shown
     if notes:
         whys = "; ".join(f"{count}: {why}" for why, count in notes.most_common())
         warnings.warn(f"{notes.total()} of {len(problems)} passes were planned anew ({whys})", stacklevel=2)

@@ -36,7 +36,7 @@ from tilewise.planner.search.search import Search
 from tilewise.problems.base import Problem
 from tilewise.wisdom import Wisdom, WisdomWarning
 
-__all__ = ["Lacking", "Planner", "Progress", "best_if_compiled", "do_job", "shares_of"]
+__all__ = ["Lacking", "Planner", "Progress", "best_if_compiled", "do_job", "settle", "shares_of"]
 
 P = TypeVar("P", bound=Problem)
 
@@ -299,6 +299,16 @@ class Planner:
         checked first, once; one that is refused is a :class:`~tilewise.wisdom.WisdomWarning` with the reason.
         """
         return self._plans.find(problem, options, self._admitted)
+
+
+def settle(planner: Planner, problems: Iterable[Problem]) -> None:
+    """Let the plans of ``problems`` stay as they are for ``planner``.
+
+    Otherwise what was timed on a busy host is planned again once the host is quiet. Whoever has shown a plan, and is to
+    run by it next, settles it before.
+    """
+    with planner._lock:
+        planner._again.settle(problem.key for problem in problems)
 
 
 def _look_for_overtaken(planner: Planner, problems: Sequence[Problem], options: Options) -> None:

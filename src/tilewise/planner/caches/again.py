@@ -41,6 +41,10 @@ class Again:
         """Note that torch's own choice has overtaken the remembered plans of the problems with these keys."""
         self._overtaken.update(problems)
 
+    def settle(self, problems: Iterable[str]) -> None:
+        """Note that the plans of the problems with these keys stay as they are in this process."""
+        self._planned.update((problem, False) for problem in problems)
+
     def begin(self, problem: str, *, front: bool = False) -> None:
         """Note that the problem with this key is planned again now."""
         self._planned.add((problem, front))
