@@ -65,7 +65,7 @@ def activation_parameters(name: str) -> tuple[float, ...]:
     return tuple(float(text) for text in name.split(":")[1:])
 
 
-def require_activation(name: str) -> None:
+def require_activation(name: object) -> None:
     """Raise ``ValueError`` unless ``name`` is an activation of convolutions, written as :func:`activation_name` does.
 
     For example ``require_activation("clamp:0.0:6.0")`` does nothing, and ``"clamp:0:6"`` raises.
