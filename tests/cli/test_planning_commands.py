@@ -279,6 +279,29 @@ def test_time_of_a_network(run, check_document):
         assert word in text
 
 
+@pytest.mark.parametrize(
+    ("target", "role", "own"),
+    [
+        (LAYER, "forward", {"fprop"}),
+        (LAYER, "grad_input", {"dgrad"}),
+        (LAYER, "grad_weight", {"wgrad"}),
+        ("16x32:32x8", "forward", {"nt"}),
+        ("16x32:32x8", "grad_input", {"nn"}),
+        ("16x32:32x8", "grad_weight", {"tn"}),
+        ("some_networks:small", "forward", {"fprop", "dgrad"}),  # of a transposed layer it is dgrad
+    ],
+)
+def test_passes_by_their_names_in_torch(run, check_document, target, role, own):
+    words = (*FAST, "--rigor", "wisdom_only", "--json", "--pass", role)
+    layers = check_document(run("plan", target, *words).stdout)["layers"]
+    assert {found["problem"].get("pass", found["problem"].get("op")) for x in layers for found in x["passes"]} == own
+    if target == "16x32:32x8":  # as autograd computes a linear layer of 32 inputs and 8 outputs
+        sizes = {"forward": "m16n8k32", "grad_input": "m16n32k8", "grad_weight": "m8n32k16"}
+        assert sizes[role] in layers[0]["passes"][0]["problem"]["key"]
+    if target == "some_networks:small":
+        assert {found["problem"]["pass"] for found in layers[1]["passes"]} == {"dgrad"}
+
+
 def test_only_some_passes_are_timed_without_training_steps(run, check_document):
     arguments = ("some_networks:small", *FAST, "--batch", "2", "--iterations", "1", "--pass", "wgrad", "--json")
     document = check_document(run("time", *arguments).stdout)

@@ -15,7 +15,7 @@ import click
 from tilewise.cli.given.early import check_asked, check_target
 from tilewise.cli.helped import Helped, HelpedGroup
 from tilewise.cli.program import NO_PLAN, BadInput, bad_input
-from tilewise.cli.settings import BATCH_OF_LAYER, MEASURING, OPS, PASSES, TASKS, Asked, planning_options
+from tilewise.cli.settings import BATCH_OF_LAYER, MEASURING, OPS, PASSES, ROLES, TASKS, Asked, planning_options
 from tilewise.problems.texts.recurrent import CELLS
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def gemm(ctx: click.Context, text: str, ops: tuple[str, ...], wanted: Wanted, be
 
 @command.command("conv", cls=Helped, examples=CONV_EXAMPLES)
 @click.argument("text", metavar="LAYER")
-@click.option("--pass", "passes", type=click.Choice(PASSES), multiple=True,
+@click.option("--pass", "passes", type=click.Choice((*PASSES, *ROLES)), multiple=True,
               help="Which passes are computed; may be repeated.  [default: all three]")  # fmt: skip
 @wanted_options
 @planning_options(batch=BATCH_OF_LAYER, rigors=MEASURING)

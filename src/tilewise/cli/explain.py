@@ -7,7 +7,7 @@ import click
 from tilewise.cli.given.early import check_asked, check_solvers, check_target, kind_of_text
 from tilewise.cli.helped import Helped
 from tilewise.cli.program import NO_PLAN, BadInput, bad_input
-from tilewise.cli.settings import BATCH_OF_LAYER, OPS, PASSES, TASKS, Asked, planning_options
+from tilewise.cli.settings import BATCH_OF_LAYER, OPS, PASSES, ROLES, TASKS, Asked, planning_options
 
 __all__ = ["command"]
 
@@ -25,8 +25,8 @@ EXAMPLES = (
 @click.option(
     "--pass",
     "pass_",
-    type=click.Choice((*PASSES, *OPS, *TASKS)),
-    help="Which pass, or how a product's operands are stored.  [default: fprop; nn; inference]",
+    type=click.Choice((*PASSES, *ROLES, *OPS, *TASKS)),
+    help="Which pass, in torch's words too, or how a product's operands are stored.  [default: fprop; nn; inference]",
 )
 @planning_options(batch=BATCH_OF_LAYER)
 @click.option(

@@ -27,6 +27,7 @@ __all__ = [
     "MEASURING",
     "OPS",
     "PASSES",
+    "ROLES",
     "TASKS",
     "Asked",
     "budget_options",
@@ -49,6 +50,8 @@ PRECISIONS = ("ieee", "tf32")
 DTYPES = ("fp32", "bf16", "fp16")
 LAYOUTS = ("contiguous", "channels_last")
 PASSES = ("fprop", "dgrad", "wgrad")
+ROLES = ("forward", "grad_input", "grad_weight")
+"""torch's words for passes, as ``tilewise.summary`` prints them: those of a convolution's and a linear layer's."""
 MEASURING = ("measure", "patient")
 """The rigors that measure."""
 OPS = ("nn", "nt", "tn", "tt")
@@ -230,10 +233,10 @@ def passes_option(command: Function) -> Function:
     option = click.option(
         "--pass",
         "passes",
-        type=click.Choice((*PASSES, *OPS, *TASKS)),
+        type=click.Choice((*PASSES, *ROLES, *OPS, *TASKS)),
         multiple=True,
-        help="Only this pass; may be repeated. Those of a product say how its operands are stored, those "
-        "of a recurrent layer, a pooling or a normalization whether its gradients are computed too.",
+        help="Only this pass, in torch's words too; may be repeated. Those of a product say how its operands are "
+        "stored, those of a recurrent layer, a pooling or a normalization whether its gradients are computed too.",
     )
     return option(command)
 

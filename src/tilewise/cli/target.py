@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tilewise.cli.given.early import check_target, kind_of_text
+from tilewise.cli.given.early import check_target, kind_of_text, own_passes
 from tilewise.cli.given.here import modules_here_until_the_end
 from tilewise.cli.program import BadInput, bad_input, is_out_of_memory, one_line
-from tilewise.cli.settings import DEFAULT_BATCH, OPS, PASSES, TASKS, Asked
+from tilewise.cli.settings import DEFAULT_BATCH, OPS, PASSES, ROLES, TASKS, Asked
 
 if TYPE_CHECKING:
     import torch
 
     from tilewise.frontends.networks import Network
+    from tilewise.problems.gemm.problem import GemmProblem
     from tilewise.report.values import Layer
 
 __all__ = [
@@ -57,8 +58,9 @@ class Target:
 def resolve(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
     """The target that ``text`` names: a layer of any kind of problems, or else a network.
 
-    ``passes`` narrows it to those (``fprop``, ``dgrad``, ``wgrad``; of a product ``nn``, ``nt``, ``tn``, ``tt``; of a
-    recurrent layer, a pooling or a normalization ``inference``, ``training``). Raises :class:`BadInput`.
+    ``passes`` narrows it to those (by torch's words ``forward``, ``grad_input``, ``grad_weight``; ``fprop``, ``dgrad``,
+    ``wgrad``; of a product ``nn``, ``nt``, ``tn``, ``tt``; of a recurrent layer, a pooling or a normalization
+    ``inference``, ``training``). Raises :class:`BadInput`.
     """
     found = text_target(text)
     if found is None:
@@ -87,6 +89,7 @@ def layer_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Ta
     from tilewise.report.values import Layer
 
     check_target(text, settings, passes, "conv")
+    passes = own_passes("conv", passes)
     with bad_input():
         layer = parse_layer(text, batch=settings.batch)
         device = settings.torch_device()
@@ -120,9 +123,23 @@ def product_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> 
             "precision": settings.set_precision(device, "matmul"),
             "device": device_name(device),
         }
-        problems = tuple(parse_product(text, op=op.upper(), **fields) for op in passes or OPS[:3])
+        problems = tuple(dict.fromkeys(_of_product(text, name, fields) for name in passes or OPS[:3]))
     layer = Layer((product_name(text) or "product",), problems)
     return Target(text, product.batch_size, device, fields["precision"], (layer,))
+
+
+def _of_product(text: str, name: str, fields: dict[str, Any]) -> GemmProblem:
+    """The product ``text`` as its pass ``name`` stores it; of a linear layer's gradients the sizes change places."""
+    from dataclasses import replace
+
+    from tilewise.problems.gemm.notation import parse_product
+
+    (op,) = own_passes("gemm", (name,))
+    found = parse_product(text, op=op.upper(), **fields)
+    if name not in ROLES[1:]:
+        return found
+    m, k, n = (found.m, found.n, found.k) if name == "grad_input" else (found.n, found.m, found.k)
+    return replace(found, m=m, k=k, n=n, bias=False, activation="none")
 
 
 def recurrent_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
@@ -247,5 +264,6 @@ def layers_of(
 
     layers = [layer_of(call, precision, inputs.device) for call in convolution_layers(module, inputs)]
     if passes:
-        layers = [replace(x, problems=tuple(p for p in x.problems if p.task in passes)) for x in layers]
+        wanted = {kind: own_passes("transposed" if kind else "conv", passes) for kind in (False, True)}
+        layers = [replace(x, problems=tuple(p for p in x.problems if p.task in wanted[x.transposed])) for x in layers]
     return grouped(layers)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tilewise.cli.given.early import check_target, kind_of_text
 from tilewise.cli.program import BadInput
-from tilewise.cli.settings import DTYPES, LAYOUTS, OPS, PASSES, PRECISIONS, TASKS, Asked
+from tilewise.cli.settings import DTYPES, LAYOUTS, OPS, PASSES, PRECISIONS, ROLES, TASKS, Asked
 from tilewise.frontends.names import BUILTIN
 
 __all__ = ["Line", "is_batch_file", "read_batch"]
@@ -114,7 +114,9 @@ class _State:
         setters: dict[str, Callable[[str, str], None]] = {
             "--mb": self._batch,
             "--dir": lambda name, value: self._passes(name, value, DIRECTIONS),
-            "--pass": lambda name, value: self._passes(name, value, {word: word for word in (*PASSES, *OPS, *TASKS)}),
+            "--pass": lambda name, value: self._passes(
+                name, value, {word: word for word in (*PASSES, *ROLES, *OPS, *TASKS)}
+            ),
             "--dt": lambda name, value: self._choose(name, value, "dtype", TYPES),
             "--dtype": lambda name, value: self._choose(name, value, "dtype", {word: word for word in DTYPES}),
             "--layout": lambda name, value: self._choose(name, value, "layout", {word: word for word in LAYOUTS}),

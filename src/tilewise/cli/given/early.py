@@ -9,7 +9,7 @@ from typing import Any
 
 from tilewise.cli.given.here import modules_here
 from tilewise.cli.program import BadInput, bad_input
-from tilewise.cli.settings import OPS, PASSES, TASKS, Asked, workspace_bytes
+from tilewise.cli.settings import OPS, PASSES, ROLES, TASKS, Asked, workspace_bytes
 from tilewise.declared import solver_names
 from tilewise.frontends.names import check_name
 from tilewise.plan import parse_bytes
@@ -27,6 +27,7 @@ __all__ = [
     "check_solvers",
     "check_target",
     "kind_of_text",
+    "own_passes",
 ]
 
 DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?")
@@ -38,6 +39,24 @@ KINDS: dict[str, tuple[Callable[[str], bool], tuple[str, ...]]] = {
     "conv": (looks_like_layer, PASSES),
 }
 """Kinds of layers that may be given as text: what tells one, and its passes."""
+BY_ROLE: dict[str, dict[str, str]] = {
+    "conv": dict(zip(ROLES, PASSES, strict=True)),
+    "transposed": dict(zip(ROLES, ("dgrad", "fprop", "wgrad"), strict=True)),
+    "gemm": dict(zip(ROLES, ("nt", "nn", "tn"), strict=True)),
+}
+"""The passes of each kind by torch's words for them. A product's are those of the linear layer whose forward it is.
+
+Other kinds have passes in which forward and gradients are one.
+"""
+
+
+def own_passes(kind: str, passes: Iterable[str]) -> tuple[str, ...]:
+    """``passes`` in the words of a ``kind`` of :data:`BY_ROLE`, each once.
+
+    >>> own_passes("conv", ["forward", "fprop", "wgrad"]), own_passes("transposed", ["forward"])
+    (('fprop', 'wgrad'), ('dgrad',))
+    """
+    return tuple(dict.fromkeys(BY_ROLE[kind].get(name, name) for name in passes))
 
 
 def kind_of_text(text: str) -> str:
@@ -51,7 +70,8 @@ def check_target(text: str, settings: Asked, passes: tuple[str, ...] = (), kind:
     ``kind`` is the kind of layer that it is to be, ``""`` for a network; ``None`` leaves that to the text.
     """
     kind = kind_of_text(text) if kind is None else kind
-    check_passes(text, passes, KINDS[kind][1] if kind else PASSES)
+    known = KINDS[kind][1] if kind else PASSES
+    check_passes(text, passes, (*known, *ROLES) if kind in ("", *BY_ROLE) else known)
     if not kind:
         with bad_input("NET|LAYER"), modules_here(text):
             check_name(text)
