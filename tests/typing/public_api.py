@@ -58,6 +58,7 @@ def models(images: torch.Tensor, path: Path) -> None:
     assert_type(tilewise.nn.report(Net()), Report)
     assert_type(tilewise.summary(Net()), Report)
     assert_type(tilewise.summary(Net()).trace("step.json"), Path)
+    assert_type(tilewise.summary(Net()).explain_commands("0"), tuple[str, ...])
     assert_type(tilewise.schedule(Net()), Schedule)
     assert_type(tilewise.export(Net(), images, path), ExportReport)
     assert_type(tilewise.load_exported(path), Exported)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 
 from tilewise.cli.given.early import check_asked, check_solvers, check_target, kind_of_text
 from tilewise.cli.helped import Helped
 from tilewise.cli.program import NO_PLAN, BadInput, bad_input
 from tilewise.cli.settings import BATCH_OF_LAYER, OPS, PASSES, ROLES, TASKS, Asked, planning_options
+from tilewise.frontends.names import BUILTIN, LIBRARIES, is_factory
 
 __all__ = ["command"]
+
+MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*|\d+(\.\w+)+")
+"""Names that modules in models have: conv1, d1.dw, layer1.0.conv2, 0.1."""
 
 EXAMPLES = (
     (
@@ -56,12 +62,7 @@ def command(
     Exits with 1 where nothing keeps the limit.
     """
     if not kind_of_text(layer):
-        example = (
-            "text such as mb256ic64ih27oc192oh27kh5ph2, 16x512:512x1024 for a product, lstm:t99n16i64h64 for a "
-            "recurrent layer, max_pool:n16c64i112x112k3x3s2x2 for a pooling or lrn:n64c96s55x55k5 for a normalization "
-            "would do"
-        )
-        raise BadInput(f"LAYER: {layer!r} is not a layer; {example}")
+        raise BadInput(f"LAYER: {layer!r} {_in_place_of_a_layer(layer)}")
     check_asked(settings)
     check_solvers("--solver", solvers)
     check_target(layer, settings, () if pass_ is None else (pass_,))
@@ -97,3 +98,17 @@ def command(
             show("", shares_table(shares))
     if first_pass.plan is None:
         ctx.exit(NO_PLAN)
+
+
+def _in_place_of_a_layer(text: str) -> str:
+    """What was given in place of a layer's text, and what would do."""
+    if text in BUILTIN or is_factory(text) or text.startswith(tuple(f"{name}:" for name in LIBRARIES)):
+        return f"is a network, and one layer is explained; 'tilewise plan {text}' lists its layers as such texts"
+    texts = (
+        "is not a layer; text such as mb256ic64ih27oc192oh27kh5ph2, 16x512:512x1024 for a product, "
+        "lstm:t99n16i64h64 for a recurrent layer, max_pool:n16c64i112x112k3x3s2x2 for a pooling or "
+        "lrn:n64c96s55x55k5 for a normalization would do"
+    )
+    if MODULE.fullmatch(text) is None:
+        return texts
+    return f"{texts}; for a module of your model, tilewise.summary(model).explain_commands({text!r}) gives the commands"

@@ -17,6 +17,7 @@ from tilewise.nn.arguments import check_function, check_model, examples_of, unwr
 from tilewise.nn.background.later import PENDING
 from tilewise.nn.background.model import work_of
 from tilewise.nn.branches.choose import BranchReport
+from tilewise.nn.explain_commands import explain_command, one_of
 from tilewise.nn.layers.kinds import kind_of
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.region_report import RegionLine, RegionReport
@@ -215,6 +216,24 @@ class Report:
         facts = {"layers": self.numbers(), "step": compared}
         write_timeline(self.source.step(examples, step), path, facts)
         return path
+
+    def explain_commands(self, layer: str) -> tuple[str, ...]:
+        """The commands that explain each pass of ``layer``: what computes it, what was tried, and why it lost.
+
+        - ``layer``: the layer's name, as the report prints it.
+
+        They are to be typed in a shell on the same machine. Raises ``ValueError`` for a name that no layer has.
+
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+        >>> model = tilewise.optimize(model, torch.randn(2, 3, 16, 16), rigor="estimate")
+        >>> for command in tilewise.summary(model).explain_commands("0"):
+        ...     print(command)
+        tilewise explain mb2ic3ih16oc8oh14kh3ph0+bias --pass fprop --device cpu
+        tilewise explain mb2ic3ih16oc8oh14kh3ph0 --pass wgrad --device cpu
+        """
+        name = one_of(layer, (each.name for each in self.layers))
+        found = (explain_command(each.problem) for one, _, each in self.passes() if one.name == name)
+        return tuple(dict.fromkeys(command for command in found if command))
 
     def numbers(self) -> dict[str, float]:
         """The report's numbers by name, as :meth:`to_tensorboard` writes them: times in ms, workspace in bytes.
