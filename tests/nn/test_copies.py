@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import multiprocessing
 import pickle
@@ -209,3 +210,39 @@ def test_another_process_gets_a_plain_model() -> None:
     process.join(60)
     assert not bound
     assert_same(torch.from_numpy(result), conv(x).detach())
+
+
+def test_the_report_of_a_deep_copy_is_that_of_its_original(tmp_path: Any) -> None:
+    model = planned(network(), example())
+    twin = copy.deepcopy(model)
+    assert str(report(twin)) == str(report(model))
+    assert tilewise.schedule(twin).layers == tilewise.schedule(model).layers
+    tilewise.restore(twin[2])
+    twin[2].forward = lambda x: x
+    (changed,) = [layer for layer in report(twin).layers if layer.name == "2"]
+    assert not changed.replaced
+    assert changed.reason
+    assert report(model).layers[1].replaced
+
+
+def test_the_time_line_of_a_deep_copy_is_of_the_copy(tmp_path: Any) -> None:
+    model = planned(network(), example())
+    twin = copy.deepcopy(model)
+    ran: list[nn.Module] = []
+    twin.register_forward_hook(lambda module, *_: ran.append(module))
+    report(twin).trace(tmp_path / "step.json", example())
+    assert set(ran) == {twin}
+
+
+def test_a_copy_without_its_original_and_a_part_say_where_the_report_is() -> None:
+    model = planned(nn.Sequential(network()), example())
+    with pytest.raises(ValueError, match="a part of a planned model, or a copy of one that is gone"):
+        report(model[0])
+    twin = copy.deepcopy(model)
+    assert report(twin).layers
+    del model
+    gc.collect()
+    with pytest.raises(ValueError, match="a part of a planned model, or a copy of one that is gone"):
+        report(twin)
+    with pytest.raises(ValueError, match="has not been called on it"):
+        report(network())

@@ -17,9 +17,11 @@ from tilewise.nn.arguments import check_function, check_model, examples_of, unwr
 from tilewise.nn.background.later import PENDING
 from tilewise.nn.background.model import work_of
 from tilewise.nn.branches.choose import BranchReport
+from tilewise.nn.copies import original_of, why_no_report
 from tilewise.nn.explain_commands import explain_command, one_of
 from tilewise.nn.layers.kinds import kind_of
 from tilewise.nn.layers.plan_table import PlanTable
+from tilewise.nn.layers.swaps import swapped
 from tilewise.nn.region_report import RegionLine, RegionReport
 from tilewise.nn.step.result import StepReport
 from tilewise.nn.step.timeline import DEFAULT, StepSource, checked_file, write_timeline
@@ -341,7 +343,7 @@ def forget(model: nn.Module) -> None:
 
 
 def report(model: nn.Module) -> Report:
-    """The report of the last :func:`tilewise.optimize` of exactly this model.
+    """The report of the last :func:`tilewise.optimize` of this model, or of the one of which it is a planned copy.
 
     Beside the calls of the examples it has those with inputs of other shapes that the program made since, of layers
     that run by plan. A layer that was overridden since (by a ``forward`` set on it, say) computes by torch, and its
@@ -350,7 +352,7 @@ def report(model: nn.Module) -> Report:
     to be compared.
 
     Raises ``ValueError`` for what is no module, and for a model that was not optimized, was restored since, or is a
-    copy of an optimized one.
+    copy of an optimized one that is gone.
 
     >>> model = tilewise.optimize(torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16), rigor="estimate")
     >>> found = tilewise.nn.report(model)
@@ -358,14 +360,16 @@ def report(model: nn.Module) -> Report:
     (['Conv2d'], 0)
     """
     check_model(model)
-    last_report, unwrapped_model = kept(model)[0], unwrapped(model)
-    work = work_of(unwrapped_model)
+    last_report, table, _ = kept(model)
+    unwrapped_model = unwrapped(model)
+    original = _planned_as(model)
+    work = work_of(unwrapped(original))
     if work is not None:
         last_report = replace(last_report, layers=work.report())
         if work.comparison is not None:
             last_report = replace(last_report, step=work.comparison.report)
-    table = kept(model)[1]
-    layers = (_as_it_is(layer, unwrapped_model) for layer in last_report.layers)
+    is_copy = original is not model
+    layers = (_as_it_is(layer, unwrapped_model, is_copy=is_copy) for layer in last_report.layers)
     return replace(last_report, layers=tuple(_with_met(layer, table) if layer.replaced else layer for layer in layers))
 
 
@@ -377,7 +381,7 @@ def summary(model: nn.Module) -> Report:
     (:meth:`~tilewise.nn.Report.trace`) and scalars for TensorBoard (:meth:`~tilewise.nn.Report.to_tensorboard`).
 
     Raises ``ValueError`` for what is no module, and for a model that was not optimized, was restored since, or is a
-    copy of an optimized one.
+    copy of an optimized one that is gone.
 
     >>> model = tilewise.optimize(torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16), rigor="estimate")
     >>> found = tilewise.summary(model)
@@ -387,7 +391,7 @@ def summary(model: nn.Module) -> Report:
     return report(model)
 
 
-def _as_it_is(layer: LayerReport, model: nn.Module) -> LayerReport:
+def _as_it_is(layer: LayerReport, model: nn.Module, *, is_copy: bool) -> LayerReport:
     """The report of ``layer``, changed where the module has been replaced or overridden since."""
     if not layer.replaced:
         return layer
@@ -399,6 +403,8 @@ def _as_it_is(layer: LayerReport, model: nn.Module) -> LayerReport:
     if kind is None:
         return _by_torch(layer, f"is a {type(module).__name__} now")
     reason = kind.obstacle(module)
+    if not reason and is_copy and swapped(module) is None:
+        reason = "was copied before it was planned"
     return _by_torch(layer, reason) if reason else layer
 
 
@@ -448,13 +454,18 @@ def _by_torch(layer: LayerReport, reason: str) -> LayerReport:
 
 def kept(model: nn.Module) -> tuple[Report, PlanTable, bool]:
     """What :func:`keep` remembered for ``model``. Raises ``ValueError`` where there is nothing."""
-    remembered = _kept.get(model)
+    remembered = _kept.get(_planned_as(model))
     if remembered is None:
-        raise ValueError(
-            f"model={type(model).__name__}: tilewise.optimize has not been called on it, or was undone; "
-            "a call of tilewise.optimize(model, example_inputs) would do"
-        )
-    return remembered
+        raise ValueError(f"model={type(model).__name__}: {why_no_report(model)}")
+    made, plan_table, deterministic = remembered
+    if model not in _kept and made.source is not None:
+        made = replace(made, source=replace(made.source, model=weakref.ref(model)))
+    return made, plan_table, deterministic
+
+
+def _planned_as(model: nn.Module) -> nn.Module:
+    """The model that was optimized: ``model``, or the one of which it is a copy."""
+    return model if model in _kept else original_of(unwrapped(model), list(_kept)) or model
 
 
 def _row(layer: LayerReport, call: CallReport, each: PassReport, *, on_gpu: bool) -> tuple[str, ...]:
