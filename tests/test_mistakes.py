@@ -55,6 +55,9 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]
     "a size without a unit that is known": (
         optimized(workspace="64 megs"), ValueError, ("workspace='64 megs'", "MiB", "'64MiB'"),
     ),
+    "a size without a unit": (
+        optimized(workspace="64"), ValueError, ("workspace='64'", "64 of what?", "64MiB for 2^20"),
+    ),
     "a size below zero": (optimized(workspace=-1), ValueError, ("workspace=-1", "would do", "'64MiB'")),
     "a share above all there is": (optimized(memory_limit="120%"), ValueError, ("memory_limit='120%'", "100%")),
     "a word that is none of the choices": (optimized(rigor="fast"), ValueError, ("rigor='fast'", "estimate, measure")),

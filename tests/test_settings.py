@@ -207,6 +207,16 @@ def test_settings_given_ask_no_variable(monkeypatch: pytest.MonkeyPatch) -> None
         tilewise.enabled()
 
 
+def test_a_number_of_few_bytes_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.warns(UserWarning, match="workspace=64 is 64 bytes; workspace='64MiB' would do") as told:
+        set_defaults(workspace=64)
+    assert told[0].filename == __file__
+    for meant in ("64B", 0, None, 4096, "64MiB"):
+        set_defaults(workspace=meant)
+    set_defaults()
+    assert not recwarn.list
+
+
 def test_what_a_function_does_not_take_is_refused() -> None:
     model, x = nn.Conv2d(3, 4, 3), torch.zeros(1, 3, 8, 8, dtype=torch.float32, device="cpu")
     with pytest.raises(ValueError, match="optimize does not take most_plans=7"):

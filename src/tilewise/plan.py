@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,11 +29,17 @@ __all__ = [
     "format_bytes",
     "is_busy",
     "parse_bytes",
+    "question_of",
     "sum_known",
 ]
 
 Value = int | float | str | bool | tuple[int, ...]
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+ASKED_ABOUT = 2**20
+"""Bytes below which text without a unit is asked about: nobody gives a kernel so little without a word on it."""
+LETTER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG])", re.IGNORECASE)
+POWERS = {"K": (3, 10), "M": (6, 20), "G": (9, 30)}
+"""By letter, the powers of ten and of two that it may stand for."""
 FORMAT = 1
 CHECK_VERSION = 3
 """Version of the comparison by which the planner checks a plan. Plans checked under another one are checked again."""
@@ -406,10 +413,29 @@ def _is_number(value: object) -> bool:
     return 0 <= value < math.inf and (isinstance(value, float) or value <= INT64_MAX)
 
 
-def parse_bytes(size: int | str, argument: str = "workspace") -> int:
-    """Bytes of a size given as an int or text with a unit (``"64MiB"``, ``"0.5 GiB"``, ``"4096"``).
+def question_of(size: str) -> str:
+    """What to ask back of a ``size`` that is one to no two people, ``64`` or ``64M``; empty for any other text.
 
-    Raises ``ValueError`` naming ``argument``, the value and what would do.
+    >>> question_of("64"), question_of("64B")
+    ('64 of what? 64B would do for bytes, 64MiB for 2^20 of them', '')
+    """
+    text = size.strip()
+    if match := LETTER.fullmatch(text):
+        count, letter = match[1], match[2].upper()
+        ten, two = POWERS[letter]
+        return (
+            f"{letter} may mean 10^{ten} or 2^{two} bytes; {count}{letter}B would do for the one, {count}{letter}iB "
+            "for the other"
+        )
+    if text.isdecimal() and 0 < int(text[:30]) < ASKED_ABOUT:
+        return f"{text} of what? {text}B would do for bytes, {text}MiB for 2^20 of them"
+    return ""
+
+
+def parse_bytes(size: int | str, argument: str = "workspace") -> int:
+    """Bytes of a size given as an int or text with a unit (``"64MiB"``, ``"0.5 GiB"``, ``"64B"``).
+
+    Text of a large number needs no unit. Raises ``ValueError`` naming ``argument``, the value and what would do.
 
     >>> parse_bytes("64MiB"), parse_bytes("1.5 KB")
     (67108864, 1500)
@@ -421,6 +447,8 @@ def parse_bytes(size: int | str, argument: str = "workspace") -> int:
             shown = str(size) if size >= -INT64_MAX else hex(size)  # Python may not print more digits
             raise ValueError(f"{argument}={shown:.40}: must not be negative; 0 or more bytes would do, such as '64MiB'")
         return _storable(size, argument)
+    if question := question_of(size):
+        raise ValueError(f"{argument}={size!r}: {question}")
     text = size.strip()
     for unit in sorted(UNITS, key=len, reverse=True):
         if text.lower().endswith(unit.lower()):

@@ -123,14 +123,14 @@ def test_too_little_says_what_would_do(planner: Planner, policy: str, least: int
     model, x = Network(), example()
     text = f"total_workspace={least - 1}: .* the least total that works is {least} bytes"
     with pytest.raises(NoPlanError, match=text):
-        tilewise.optimize(model, x, total_workspace=least - 1, policy=policy, planner=planner)
-    tilewise.optimize(model, x, total_workspace=least, policy=policy, planner=planner)
+        tilewise.optimize(model, x, total_workspace=f"{least - 1}B", policy=policy, planner=planner)
+    tilewise.optimize(model, x, total_workspace=f"{least}B", policy=policy, planner=planner)
     assert report(model).facts["budget"]["used"] == least
 
 
 def test_too_little_for_each_names_the_solvers_reasons(planner: Planner) -> None:
     with pytest.raises(NoPlanError, match="direct : needs 64 B of workspace, the limit is 63 B"):
-        tilewise.optimize(Network(), example(), total_workspace="1MiB", workspace=63, planner=planner)
+        tilewise.optimize(Network(), example(), total_workspace="1MiB", workspace="63B", planner=planner)
 
 
 def test_a_shape_seen_later_keeps_the_whole_as_its_limit(planner: Planner) -> None:
@@ -145,7 +145,7 @@ def test_a_shape_seen_later_keeps_the_whole_as_its_limit(planner: Planner) -> No
 
 
 def test_wisdom_alone_leaves_what_it_does_not_know_to_torch(planner: Planner) -> None:
-    model = tilewise.optimize(Network(), example(), total_workspace=10, rigor="wisdom_only", planner=planner)
+    model = tilewise.optimize(Network(), example(), total_workspace="10B", rigor="wisdom_only", planner=planner)
     assert all(one.plan is None and "no wisdom" in one.reason for _, _, one in report(model).passes())
     assert report(model).facts["budget"]["segments"] == []
 

@@ -12,11 +12,14 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 from torch import nn
 
+from tilewise.nn.notices.channel import warn
 from tilewise.settings import OPTIONS, Settings, described, listed
 
 __all__ = ["check_function", "check_model", "examples_of", "in_line", "settings_of", "takes", "unwrapped"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+FEW_BYTES = 4096
+"""A limit below this is warned of: hardly a kernel can use so little, and no limit in MiB is larger."""
 ARGUMENTS = {
     "settings": "options as one value, :class:`tilewise.Settings`; options given besides replace its own.",
     "filter_fn": "``filter_fn(name, module)`` says which modules may be swapped; all by default.",
@@ -152,4 +155,17 @@ def settings_of(function: str, taken: type, settings: Settings | None, options: 
         raise ValueError(
             f"settings: {function} does not take {name}={getattr(base, name)!r}; settings without it would do"
         )
-    return replace(base, **options)
+    merged = replace(base, **options)
+    _warn_of_few_bytes(merged)
+    return merged
+
+
+def _warn_of_few_bytes(settings: Settings) -> None:
+    """Warn where a limit of memory is a number that was surely meant as MiB: ``workspace=64``.
+
+    It is no error, as whole numbers are bytes and programs compute them. Text such as ``"64B"`` says so itself.
+    """
+    for name in ("workspace", "total_workspace", "memory_limit"):
+        size = getattr(settings, name)
+        if isinstance(size, int) and 0 < size < FEW_BYTES:
+            warn(f"{name}={size} is {size} bytes; {name}='{size}MiB' would do for 2^20 of them", UserWarning)
