@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from click.testing import CliRunner
 from tests.report.schedules import schedule
 
@@ -51,10 +52,11 @@ def test_what_plan_prints_makes_a_page(run, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("not json", ["is not JSON"]),
-        ("", ["is not JSON"]),
+        ("not json", ["is not JSON: Expecting value", "'tilewise plan NET --json'", "would do"]),
+        ("", ["is not JSON: Expecting value", "it ends before the document does"]),
         ("[" * 100_000, ["SCHEDULE"]),
-        ("\xff", ["is not JSON"]),
+        ("\xff", ["is not JSON but no text at all", "'tilewise plan NET --json'"]),
+        ("<!doctype html>", ["is not JSON but an HTML page", "'tilewise plan NET --json'"]),
         ('{"schema": NaN}', ["NaN"]),
         ('{"schema": "tilewise/info", "version": 1}', ["tilewise/info", "tilewise/plan"]),
         ('{"schema": "tilewise/plan", "version": 99}', ["version=99"]),
@@ -62,7 +64,7 @@ def test_what_plan_prints_makes_a_page(run, tmp_path):
         ('{"schema": "tilewise/plan", "version": ' + "9" * 5000 + "}", ["SCHEDULE"]),
         (json.dumps(schedule(2))[:-100], ["is not JSON"]),
     ],
-    ids=["text", "empty", "deep", "latin", "nan", "schema", "version", "layer", "digits", "truncated"],
+    ids=["text", "empty", "deep", "latin", "page", "nan", "schema", "version", "layer", "digits", "truncated"],
 )
 def test_a_broken_document_is_one_line(run, tmp_path, text, words):
     source = tmp_path / "broken.json"
@@ -77,12 +79,21 @@ def test_a_broken_document_is_one_line(run, tmp_path, text, words):
     assert list(tmp_path.iterdir()) == [source]
 
 
+def test_a_file_of_weights_is_told_from_a_document(run, tmp_path):
+    source = tmp_path / "weights.pt"
+    torch.save({"weight": torch.zeros(2, dtype=torch.float32, device="cpu")}, source)
+    (line,) = run("report", str(source)).stderr.splitlines()
+    assert line.startswith(f"tilewise: SCHEDULE: {str(source)!r}: is not JSON but a file of weights")
+    assert "; what 'tilewise plan NET --json', 'time NET --json' or " in line
+
+
 def test_files_that_cannot_be_read_or_written(run, tmp_path, monkeypatch):
     source = tmp_path / "plan.json"
     source.write_text(json.dumps(schedule(1)), "utf-8")
     for arguments, words in [
         (("no_such_file.json",), ["SCHEDULE", "no_such_file.json", "No such file"]),
         ((str(tmp_path),), ["SCHEDULE", "directory"]),
+        ((".",), ["SCHEDULE", "directory"]),
         ((str(source), "-o", str(tmp_path / "none" / "x.html")), ["-o", "No such file"]),
         ((str(source), "-o", str(source)), ["-o", "SCHEDULE itself"]),
     ]:

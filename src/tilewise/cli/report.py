@@ -13,11 +13,14 @@ import click
 
 from tilewise.cli.helped import Helped
 from tilewise.cli.program import BadInput, bad_input
+from tilewise.frontends.names import CHECKPOINTS
 from tilewise.machine.files import whole_file
 from tilewise.plan import format_bytes
 
 __all__ = ["command"]
 
+WOULD_DO = "what 'tilewise plan NET --json', 'time NET --json' or 'advise KIND ... --json' prints would do"
+"""The documents that are shown, for messages about other files."""
 LARGEST = 64 * 2**20
 """Bytes of a document that is read; one of a large network with everything that was tried has a few million."""
 
@@ -47,12 +50,12 @@ def command(schedule: Path, output: Path | None) -> None:
     name = "stdin" if str(schedule) == "-" else str(schedule)
     if schedule.is_dir():
         raise BadInput(f"SCHEDULE: {name!r} is a folder; a document of 'tilewise plan NET --json' would do")
-    if output is None:
-        output = Path("-") if name == "stdin" else schedule.with_suffix(".html")
-    if output == schedule and name != "stdin":
-        raise BadInput(f"-o: {str(output)!r} is SCHEDULE itself; another name would do")
     with bad_input(f"SCHEDULE: {name!r}"):
-        document = _parsed(_read(schedule, name))
+        document = _parsed(_read(schedule, name), schedule)
+        if output is None:
+            output = Path("-") if name == "stdin" else schedule.with_suffix(".html")
+        if output == schedule and name != "stdin":
+            raise BadInput(f"-o: {str(output)!r} is SCHEDULE itself; another name would do")
         from tilewise.report.page import page  # imports torch: not for a document that is none
 
         text = page(document)
@@ -75,7 +78,7 @@ def _read(schedule: Path, name: str) -> bytes:
     except OSError as error:
         raise BadInput(f"SCHEDULE: {name!r} cannot be read: {error.strerror}") from error
     if len(data) > LARGEST:
-        raise BadInput(f"SCHEDULE: {name!r} has more than {format_bytes(LARGEST)}, no schedule does")
+        raise BadInput(f"SCHEDULE: {name!r} has more than {format_bytes(LARGEST)}, no schedule does; {WOULD_DO}")
     return data
 
 
@@ -91,16 +94,28 @@ def _print(text: str) -> None:
         raise BadInput(f"-o: stdout cannot be written: {error.strerror}") from error
 
 
-def _parsed(data: bytes) -> Any:
-    """The document in ``data``: strict JSON. Raises ``ValueError``."""
+def _parsed(data: bytes, schedule: Path) -> Any:
+    """The document in ``data``, which the file ``schedule`` has: strict JSON. Raises ``ValueError``."""
     try:
         return json.loads(data.decode("utf-8"), parse_constant=_refuse)
     except RecursionError as error:
         raise ValueError("is nested deeper than any schedule") from error
     except ValueError as error:
-        whole = "; it ends before the document does: run the command that writes it again" if _is_cut(error) else ""
-        would_do = whole or "; a document of 'tilewise plan NET --json' would do"
-        raise ValueError(f"is not JSON: {error}{would_do}") from error
+        if _is_cut(error):
+            whole = "it ends before the document does: run the command that writes it again"
+            raise ValueError(f"is not JSON: {error}; {whole}") from error
+        raise ValueError(f"{_in_place_of_json(data, schedule, error)}; {WOULD_DO}") from error
+
+
+def _in_place_of_json(data: bytes, schedule: Path, error: ValueError) -> str:
+    """What a file has that is not JSON."""
+    if schedule.suffix.lower() in CHECKPOINTS:
+        return "is not JSON but a file of weights, which has nothing of plans or times"
+    if isinstance(error, UnicodeDecodeError):
+        return "is not JSON but no text at all"
+    if data.lstrip()[:1] == b"<":
+        return "is not JSON but an HTML page, such as this command writes"
+    return f"is not JSON: {error}"
 
 
 def _is_cut(error: ValueError) -> bool:

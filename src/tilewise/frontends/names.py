@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["BUILTIN", "LIBRARIES", "NetworkError", "check_name", "is_factory", "known"]
+__all__ = ["BUILTIN", "CHECKPOINTS", "LIBRARIES", "NetworkError", "check_name", "is_factory", "known"]
 
 BUILTIN = (
     "alexnet",

@@ -134,7 +134,8 @@ def read(document: object) -> Report:
     top = Fields(document, "")
     schema = top.text("schema")
     if schema not in SCHEMAS:
-        raise DocumentError(f"schema={_shown(schema)}: {', '.join(SCHEMAS)} or tilewise/advise would do")
+        known = f"{', '.join(SCHEMAS)} or tilewise/advise"
+        raise DocumentError(f"schema={_shown(schema)}: {known} would do, as 'tilewise plan NET --json' prints one")
     version = top.integer("version")
     if version is None or not 1 <= version <= SCHEMAS[schema]:
         raise DocumentError(f"version={version}: this tilewise reads versions up to {SCHEMAS[schema]}")
