@@ -21,6 +21,8 @@ __all__ = ["Explained", "answer", "answer_text", "explain_table", "why_not"]
 NUMBERS = re.compile(r"\d[\d.,]*(?:e[-+]?\d+)?")
 LONGEST = 240
 """Letters of a reason that are shown."""
+EQUAL = 0.005
+"""Times that differ by this part of the chosen plan's are called equal: less shows in no figure of the table."""
 ESTIMATED = ("not measured", "not run")
 """How reasons begin of candidates that were left out by their estimates."""
 
@@ -140,11 +142,11 @@ def why_not(m: Measurement, explained: Explained) -> str:
     if m is chosen or plan is None or m.time_ms is None or not math.isfinite(plan.time_ms):
         return ""
     behind = m.time_ms - plan.time_ms
+    if abs(behind) <= EQUAL * plan.time_ms:
+        return f"as fast as {_than(plan)}, within what single runs vary"
     if behind > 0:
         return f"{_ms(behind)} slower{_beside(m.time_ms, plan.time_ms)}"
-    if not is_left(plan):
-        return f"{_ms(-behind)} faster when tried alone, not when run in turns with the others"
-    return _not_enough(m, plan, explained.device)
+    return _faster_alone(m, plan, explained)
 
 
 def _beside(time_ms: float, chosen_ms: float) -> str:
@@ -155,19 +157,40 @@ def _beside(time_ms: float, chosen_ms: float) -> str:
     return f" ({ratio - 1:.0%})" if ratio < 2 else f" ({ratio:.3g} times as long)"
 
 
-def _not_enough(m: Measurement, torchs: Plan, device: str) -> str:
-    """Why a candidate that is faster alone than torch's choice does not take its place."""
+def _faster_alone(m: Measurement, plan: Plan, explained: Explained) -> str:
+    """Why a candidate was not chosen whose own trial took less than the chosen plan.
+
+    The chosen plan's time is another one: the few that were expected to be the fastest are timed in turns with torch's
+    own choice, when all trials are over.
+    """
     assert m.time_ms is not None
-    gain = torchs.time_ms - m.time_ms
-    kind = "cpu" if device == "cpu" else "cuda"
-    if m.host_ms is not None and torchs.host_ms is not None:
-        both = Took(m.time_ms, m.host_ms), Took(torchs.time_ms, torchs.host_ms)
-        if loses_by_launches(*both):
-            more = 1e3 * (m.host_ms - torchs.host_ms)
-            return f"torch's is {_ms(gain)} slower alone, but this needs {more:.0f} us more of the host in a step"
-    if m.time_ms > MARGIN[kind] * torchs.time_ms:
-        return f"{gain / torchs.time_ms:.0%} faster than torch's: below {1 - MARGIN[kind]:.0%} a gain is not sure"
-    return f"{_ms(gain)} faster when tried alone, not surely when run in turns with torch's"
+    gain, torchs = plan.time_ms - m.time_ms, plan if is_left(plan) else explained.torchs
+    if torchs is not None and (more := _host_us_more(m, torchs)):
+        needs = f"this needs {more:.0f} us more of the host in a step" + ("" if is_left(plan) else " than torch's")
+        return f"{_than(plan)} is {_ms(gain)} slower alone, but {needs}"
+    if not is_left(plan):
+        return f"{_ms(gain)} faster when tried alone; when the best were timed in turns, the chosen one won"
+    margin = MARGIN["cpu" if explained.device == "cpu" else "cuda"]
+    if m.time_ms > margin * plan.time_ms:
+        percent = math.floor(100 * gain / plan.time_ms)
+        share = f"{percent}%" if percent else "less than 1%"
+        return f"{share} faster than torch's: a gain of less than {1 - margin:.0%} is not sure"
+    return f"{_ms(gain)} faster when tried alone; when the best were timed in turns, none surely beat torch's"
+
+
+def _than(plan: Plan) -> str:
+    """What the plan that runs is called beside another candidate."""
+    return "torch's" if is_left(plan) else "the chosen one"
+
+
+def _host_us_more(m: Measurement, torchs: Measurement | Plan) -> float:
+    """Microseconds of the host by which a candidate loses to torch's choice in a step; 0 where it does not."""
+    times = m.time_ms, m.host_ms, torchs.time_ms, torchs.host_ms
+    known = [ms for ms in times if ms is not None and math.isfinite(ms)]
+    may_run = isinstance(torchs, Plan) or not torchs.reason
+    if len(known) < len(times) or not may_run or not loses_by_launches(Took(*known[:2]), Took(*known[2:])):
+        return 0.0
+    return 1e3 * (known[1] - known[3])
 
 
 def explain_table(explained: Explained, *, verbose: bool = False) -> Sheet:
