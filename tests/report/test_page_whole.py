@@ -129,6 +129,23 @@ def test_a_plan_alone_has_one_bar():
     assert f"All convolutions: {ms(total)} ms, as timed when planning" in text_of(figure)
 
 
+@pytest.mark.parametrize("kind", ["time", "plan"])
+@pytest.mark.parametrize("with_steps", [False, True])
+def test_where_most_times_are_doubtful_the_headline_says_so(kind: str, with_steps: bool) -> None:
+    document = schedule(6, kind=kind, seed=3)
+    if not with_steps:
+        document.pop("training_step", None)
+    found = [found for _, found in parts_of(document) if found["plan"]]
+    for number, doubtful in ((0, False), (1, False), (len(found), True)):
+        for each in found[:number]:
+            each["busy"] = True
+        reader = Reader(page(document))
+        (lead,) = [n for n in reader.find("figcaption") if n["attributes"].get("class") == "lead"]
+        assert ("Doubtful: other processes kept the host busy while most of" in text_of(lead)) is doubtful
+        cards = [text_of(card) for card in reader.find("dl") if card["attributes"].get("class") == "cards"]
+        assert any("doubtful: the host was busy" in card for card in cards) is doubtful
+
+
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=60))
 def test_a_treemap_fills_its_place_with_areas_as_its_values(values):
     values.sort(reverse=True)

@@ -282,6 +282,12 @@ class Report:
         return sum(len(part.names) for part in self.parts if part.busy)
 
     @functools.cached_property
+    def doubtful(self) -> bool:
+        """Whether most layer-passes with a time were timed while other processes kept the host busy."""
+        timed = sum(len(p.names) for p in self.parts if p.time_ms is not None or p.framework_ms is not None)
+        return 2 * self.busy > timed
+
+    @functools.cached_property
     def divided(self) -> list[Part]:
         """Every pass whose plan divides it."""
         return [part for part in self.parts if part.plan is not None and not part.plan.leaf]

@@ -69,7 +69,7 @@ def _cards(report: Report) -> list[Card]:
     plan_times = [part.all_ms for part in report.parts if part.plan_ms is not None]
     cards: list[Card] = []
     if plan_times and not report.compared:
-        how = "estimated" if report.rigor == "estimate" else "as timed when planning"
+        how = "estimated" if report.rigor == "estimate" else f"as timed when planning{_doubt(report)}"
         cards.append(Card("plans in all", milliseconds(sum(plan_times)), how))
     cards += _cards_of_totals(report)
     if report.busy:
@@ -93,10 +93,10 @@ def _cards_of_totals(report: Report) -> list[Card]:
     if totals.framework_ms is not None and totals.planned_ms:
         ratio = format_ratio(totals.framework_ms / totals.planned_ms)
         sides = f"framework {milliseconds(totals.framework_ms)}, planned {milliseconds(totals.planned_ms)}"
-        cards.append(Card(f"{report.convolutions} by themselves", ratio, sides))
+        cards.append(Card(f"{report.convolutions} by themselves", ratio, f"{sides}{_doubt(report)}"))
     if totals.geometric_mean is not None:
         text = f"geometric mean of {totals.compared}; worst {format_ratio(totals.worst)}"
-        cards.append(Card("speed-up per pass", format_ratio(totals.geometric_mean), text))
+        cards.append(Card("speed-up per pass", format_ratio(totals.geometric_mean), f"{text}{_doubt(report)}"))
     if totals.passes is not None and totals.replaced is not None:
         text = f"{totals.replaced / totals.passes:.0%} of the layer-passes" if totals.passes else "no layer-passes"
         back = sum(len(part.names) for part in report.parts if part.taken_back)
@@ -114,6 +114,11 @@ def _cards_of_totals(report: Report) -> list[Card]:
         ratio = format_ratio(totals.framework_host_ms / totals.planned_host_ms if totals.planned_host_ms else None)
         cards.append(Card("launches by the host", ratio, text))
     return cards
+
+
+def _doubt(report: Report) -> str:
+    """A word behind a total of times, most of which are doubtful; empty where they are not."""
+    return "; doubtful: the host was busy" if report.doubtful else ""
 
 
 def _gains(report: Report) -> tuple[list[Gain], list[Gain]]:

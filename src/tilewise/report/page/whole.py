@@ -83,6 +83,7 @@ def whole_step(report: Report) -> Markup | None:
     return render(
         "whole.html",
         title=_title(report, bars, steps),
+        doubt=_doubt(report, steps),
         bars=[
             {
                 "name": bar.name,
@@ -137,7 +138,7 @@ def _title(report: Report, bars: list[Bar], steps: bool) -> str:
     first, second = ((bar.step_ms if steps else bar.layers_ms) for bar in bars)
     ratio = first / second if first is not None and second else None
     what = "A training step" if steps else f"All {layers}, each timed by itself"
-    if report.busy and not steps:
+    if report.busy and not report.doubtful and not steps:
         what += f" {BUSY}"
     if ratio is None:
         return f"{what}: {milliseconds(first)} by torch, {milliseconds(second)} as planned"
@@ -167,6 +168,14 @@ def interval(training: Training) -> str:
     )
     pairs = f" over {count(compared.pairs, 'pair')} of steps" if compared.pairs else ""
     return f"{format_ratio(compared.speedup)}{ends}{pairs}"
+
+
+def _doubt(report: Report, steps: bool) -> str:
+    """A word on the title where most times are doubtful; empty where they are not."""
+    if not report.doubtful:
+        return ""
+    what = "its layers' times" if steps else "these times"
+    return f"Doubtful: other processes kept the host busy while most of {what} were taken."
 
 
 def _busy(report: Report) -> list[str]:
