@@ -7,7 +7,8 @@ Each network has a process of its own, in which the sides take turns. Outputs ar
 are ``network@batch@mode@dtype``; with the mode ``train`` a case is a whole training step, compiled on both sides. What
 an earlier run left in the result's file is kept, with the commit that it was measured at.
 
-The peers are an extra: ``pip install '.[cpu,peers]'`` in the clone. One that is missing is said, and the others are measured.
+The peers are an extra: ``pip install '.[cpu,peers]'`` in the clone. One that is missing is said, and the others are
+measured.
 """
 
 from __future__ import annotations
