@@ -331,6 +331,21 @@ def test_a_step_of_ones_own() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_what_is_older_than_the_recording_outlives_it() -> None:
+    """A step of the caller's own drops gradients first. torch warns of these blocks, once in a process."""
+    grads = [torch.zeros(1000, dtype=torch.float32, device="cpu")]
+    grad, seen = weakref.ref(grads[0]), []
+
+    def step() -> None:
+        grads.clear()
+        seen.append(grad() is not None)
+
+    trace = CpuMeter(lambda: list(grads)).traced(lambda: None, step)
+    assert seen == [True]
+    assert trace.peak == 4000
+    assert grad() is None
+
+
 @pytest.mark.parametrize("planned", [False, True])
 def test_a_step_that_raises_midway(planned: bool) -> None:
     model, x = Residual(), example()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,7 +126,11 @@ class CpuMeter(Meter):
         if not countable():
             raise RuntimeError(BUSY)
         release_workspaces()
-        before = storage_bytes(self._held())
+        gc.collect()
+        # Kept meanwhile, as torch warns of what is older than its recording and freed within it: gradients that a step
+        # of the caller's own drops first. It does not count their end either, so that no number changes.
+        held = list(self._held())
+        before = storage_bytes(held)
 
         def run() -> None:
             """The warm-up run, then the step, marked as such."""
