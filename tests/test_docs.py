@@ -16,7 +16,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tools.torchvision_operators import declare_where_missing
+from benchmarks.harness.detection_operators import declare_detection_operators
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -49,7 +49,7 @@ def skip_without(blocks: str) -> None:
     for name in sorted(imported(blocks).intersection(LIBRARIES)):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install '.[tutorials]' would do")
-        declare_where_missing()
+        declare_detection_operators()
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,8 @@ assert Path("rates.png").read_bytes().startswith(b"\\x89PNG")
 
 DECLARED = """
 sys.path.insert(0, str(root))
-from tools.torchvision_operators import declare_where_missing
-declare_where_missing()
+from benchmarks.harness.detection_operators import declare_detection_operators
+declare_detection_operators()
 """
 
 PEERS = (

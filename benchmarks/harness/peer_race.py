@@ -11,7 +11,6 @@ caches, and then as often in a row as fit into ``round_ms``. A side that cannot 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import statistics
 import sys
@@ -27,6 +26,7 @@ from torch import nn
 import tilewise
 import tilewise.nn
 from harness import peers
+from harness.detection_operators import declare_detection_operators
 from harness.settings import NothingToMeasure
 from tilewise.frontends.networks import Network, load_network
 from tilewise.machine.torch_state import framework_flags
@@ -125,25 +125,6 @@ class Subject:
             return outputs  # type: ignore[no-any-return]
 
         return step
-
-
-def declare_detection_operators() -> None:
-    """Let torchvision be imported where its compiled operators cannot be loaded: PyPI has them for CUDA alone.
-
-    It registers what two of them return, which fails where they are not declared. Classifiers call none of them.
-    """
-    found = importlib.util.find_spec("torchvision")
-    if found is None or found.origin is None:
-        return
-    try:
-        torch.ops.load_library(Path(found.origin).parent / "_C.so")
-    except OSError:
-        boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        for name in ("nms", "qnms"):
-            _declared.define(f"{name}{boxes}")
-
-
-_declared = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def subject_of(race: Race) -> Subject:
