@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tilewise.plan import Config, Error, Measurement, Plan
 from tilewise.problems.conv.notation import parse_layer
-from tilewise.report.explained import Explained, answer, explain_table, why_not
+from tilewise.report.explained import Explained, answer, answer_text, explain_table, why_not
 from tilewise.report.values import PassResult
 from tilewise.report.words import config_words
 
@@ -117,6 +117,19 @@ def test_what_was_faster_alone_than_the_chosen_one_says_so() -> None:
     )
     refused = replace(TORCHS, reason="is left out by --exclude")  # what does not run is nothing to lose to
     assert why_not(launched, explained(late, launched, refused, device="cuda:H100")) == words
+
+
+def test_an_answer_found_on_a_busy_host_is_doubtful() -> None:
+    quiet = explained(replace(FFT, time_ms=1.2), LATE, TORCHS)
+    assert quiet.result.plan is not None
+    busy = replace(quiet, result=replace(quiet.result, plan=replace(quiet.result.plan, load=0.9)))
+    assert "Doubtful" not in said(quiet)
+    assert said(busy).replace(
+        "Doubtful: other processes kept the host busy while these times were taken. ", ""
+    ) == said(quiet)
+    assert answer_text(busy) == said(busy)
+    early = replace(LATE, time_ms=1.0)
+    assert "when the best were timed in turns on a busy host, the chosen one won" in why_not(early, busy)
 
 
 def test_candidates_stand_by_time_with_all_figures_and_the_lost_in_groups() -> None:

@@ -65,19 +65,22 @@ def command(
 ) -> None:
     """Find and print a plan for every layer and pass of NET or LAYER, or of the layers that FILE lists.
 
-    FILE has one layer a line, as benchdnn's --batch= reads it, with comments behind # and options such as --mb=8 or
-    --dir=BWD_D that hold from their line on. Its plans are timed, and the least and the median are printed.
+    FILE has one layer a line, as benchdnn's --batch= reads it. What follows # is a comment, and options such as --mb=8
+    or --dir=BWD_D hold from their line on. Its plans are timed, and the least and the median are printed.
 
-    With --goal step, which is what holds where nothing is said, torch's own choice stays where a network's training
-    step does not gain from a plan. Every pass decides for itself for a single layer, with --pass, --total-workspace or
-    --gpus, and under a limit that torch's choice need not keep.
+    Plans are remembered: what was measured once, here or in a program, is not measured again. What -o writes is a
+    schedule, which `tilewise.optimize` and `tilewise time --schedule` run by.
 
-    Plans are remembered: what was measured once, here or in a program, is not measured again. With --memory-limit a
-    training step is run (forward, a loss and backward, without an optimizer), each kernel may use what is left at its
-    moment, and the step's peak is measured. With --gpus meshes of GPUs are compared by a model of the step's time and
-    memory; nothing is planned for good. Exits with 1 where some layer-pass has no plan within the limit, with the
-    reasons, or where nothing keeps the step's or the total. What -o writes is a schedule, which `tilewise.optimize` and
-    `tilewise time --schedule` run by.
+    Of a network the training step counts: where it does not gain from a plan, torch's own choice stays. With --goal
+    passes every pass decides for itself. So it does for a single layer, with --pass, --total-workspace or --gpus, and
+    under a limit that torch's choice need not keep.
+
+    With --memory-limit a training step is run: forward, a loss and backward, without an optimizer. Each kernel may use
+    what is left at its moment, and the step's peak is measured. With --gpus meshes of GPUs are compared by a model of
+    the step's time and memory; nothing is planned for good.
+
+    Exits with 1 where some layer-pass has no plan within the limit, with the reasons, or where nothing keeps the step's
+    limit or the total.
     """
     report = PlanReport(as_json, output, candidates, fronts)
     report.check()

@@ -70,15 +70,15 @@ def command(ctx: click.Context, /, as_json: bool, fronts: bool, **asked: Any) ->
     """Plan NET or LAYER, then time the framework and the plans in turns: every layer and pass, and for a network whole
     training steps (forward, loss and backward) with their peak memory.
 
-    With --goal step, which is what holds where nothing is said, the network's step decides: plans that are faster by
-    themselves are taken back where it does not gain from them, and the table marks them. Under a limit of workspace, or
-    by a schedule, every pass decides for itself.
+    Of a network the training step decides: plans that are faster by themselves are taken back where it does not gain
+    from them, and the table marks them. With --goal passes, under a limit of workspace, or by a schedule, every pass
+    decides for itself.
 
-    With --schedule the inputs are like those that the schedule was made for where nothing else is said, and its plans
-    are run by after a check.
+    With --schedule the plans are the schedule's, after a check. Where no inputs are given they are like those that it
+    was made for.
 
-    Where torch's own choice won, the layer is left to it and counts 1.00. Exits with 1 where some layer-pass has no
-    plan; there, and with --pass, training steps are not timed.
+    A layer where torch's own choice won is left to it and counts 1.00. Exits with 1 where some layer-pass has no plan.
+    There, and with --pass, training steps are not timed.
     """
     if TimeAsked(**asked).carry_out(ctx, fronts, as_json):
         ctx.exit(NO_PLAN)

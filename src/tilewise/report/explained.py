@@ -58,12 +58,13 @@ class Explained:
 
 def answer(explained: Explained) -> str:
     """One sentence that says what computes the pass and why, and a second one with what was tried, for a terminal."""
-    return f"[bold]{escape(_why(explained))}.[/] {escape(_counts(explained))}."
+    doubt = f"[yellow]{escape(words)}.[/] " if (words := _doubt(explained)) else ""
+    return f"[bold]{escape(_why(explained))}.[/] {doubt}{escape(_counts(explained))}."
 
 
 def answer_text(explained: Explained) -> str:
     """:func:`answer` as plain text."""
-    return f"{_why(explained)}. {_counts(explained)}."
+    return ". ".join(filter(None, (_why(explained), _doubt(explained), _counts(explained)))) + "."
 
 
 def _why(explained: Explained) -> str:
@@ -74,6 +75,14 @@ def _why(explained: Explained) -> str:
     if explained.rigor == "estimate":
         return f"By estimate alone {_called(explained, plan)} is the fastest for {explained.result.problem.task}"
     return _kept(explained, plan) if is_left(plan) else _replaced(explained, plan)
+
+
+def _doubt(explained: Explained) -> str:
+    """That the answer is doubtful, where other processes kept the host busy while it was found; else empty."""
+    plan = explained.result.plan
+    if plan is None or not plan.busy:
+        return ""
+    return "Doubtful: other processes kept the host busy while these times were taken"
 
 
 def _called(explained: Explained, plan: Plan) -> str:
@@ -168,14 +177,15 @@ def _faster_alone(m: Measurement, plan: Plan, explained: Explained) -> str:
     if torchs is not None and (more := _host_us_more(m, torchs)):
         needs = f"this needs {more:.0f} us more of the host in a step" + ("" if is_left(plan) else " than torch's")
         return f"{_than(plan)} is {_ms(gain)} slower alone, but {needs}"
+    turns = "when the best were timed in turns" + (" on a busy host" if plan.busy else "")
     if not is_left(plan):
-        return f"{_ms(gain)} faster when tried alone; when the best were timed in turns, the chosen one won"
+        return f"{_ms(gain)} faster when tried alone; {turns}, the chosen one won"
     margin = MARGIN["cpu" if explained.device == "cpu" else "cuda"]
     if m.time_ms > margin * plan.time_ms:
         percent = math.floor(100 * gain / plan.time_ms)
         share = f"{percent}%" if percent else "less than 1%"
         return f"{share} faster than torch's: a gain of less than {1 - margin:.0%} is not sure"
-    return f"{_ms(gain)} faster when tried alone; when the best were timed in turns, none surely beat torch's"
+    return f"{_ms(gain)} faster when tried alone; {turns}, none surely beat torch's"
 
 
 def _than(plan: Plan) -> str:
