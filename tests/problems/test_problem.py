@@ -79,6 +79,15 @@ def test_nested_splits_equal_the_whole(data: st.DataObject, p: ConvProblem) -> N
     torch.testing.assert_close(got, whole, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides", "layout"),
+    [((), (), "contiguous"), ((4,), (1,), "contiguous"), ((4,), (0,), "view"), ((1,), (0,), "contiguous"),
+     ((4, 3), (1, 4), "view"), ((2, 3, 4), (12, 1, 3), "channels_last")],
+)  # fmt: skip
+def test_layouts_of_tensors_of_few_axes(shape: tuple[int, ...], strides: tuple[int, ...], layout: str) -> None:
+    assert layout_of(shape, strides) == layout
+
+
 @settings(max_examples=150)
 @given(data=st.data(), p=problems(), layouts=st.tuples(*[st.sampled_from(("contiguous", "channels_last"))] * 3))
 def test_parts_tell_the_layout_and_alignment_of_their_views(

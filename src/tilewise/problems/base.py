@@ -339,7 +339,7 @@ def dense_strides(shape: Sequence[int], layout: str) -> tuple[int, ...]:
     """Strides in elements of a dense tensor of ``shape`` laid out ``contiguous`` or ``channels_last``."""
     order = list(range(len(shape)))
     if layout == "channels_last":
-        order = [0, *order[2:], 1]
+        order = [*order[:1], *order[2:], *order[1:2]]  # below three axes both orders are one
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim] = step

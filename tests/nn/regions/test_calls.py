@@ -268,3 +268,23 @@ def test_transforms_and_traces_see_torchs_operators(model: nn.Module) -> None:
     with pytest.raises(RuntimeError, match="restore"):
         torch.jit.script(model)
     assert_by_program(model, x)
+
+
+class Timed(nn.Module):
+    """Images and a number for each, as a diffusion model takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)) * t[:, None, None, None])
+
+
+def test_one_number_expanded_for_all_images_is_a_call_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its elements lie in one place, which is no format that a vector is converted into."""
+    times = torch.linspace(0.5, 1.0, 2, dtype=torch.float32, device="cpu")
+    timed = keep(monkeypatch, Timed().eval(), (images(), times))
+    for t in (times, times[1].expand(2), times[:1].expand(2)):
+        with torch.no_grad():
+            torch.testing.assert_close(timed(images(), t), plain(timed)(images(), t), rtol=1e-4, atol=1e-5)

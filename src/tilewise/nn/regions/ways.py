@@ -91,20 +91,18 @@ class Times:
         return self._known[key]
 
     def example(self, shape: Sequence[int], strides: Strides, dtype: torch.dtype) -> Tensor:
-        """A tensor to measure with: normal numbers, or zeros where the dtype has no fractions."""
-        tensor = torch.empty_strided(tuple(shape), strides, dtype=dtype, device=self.device)
-        if not dtype.is_floating_point:
-            return tensor.zero_()
-        count = tensor.numel()
-        if count <= SOME or 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) != count:
-            return tensor.normal_(generator=torch.Generator(self.device).manual_seed(0))
-        some = torch.empty(SOME, dtype=dtype, device=self.device)
-        some.normal_(generator=torch.Generator(self.device).manual_seed(0))
-        whole = count // SOME * SOME  # the same numbers over and over: to draw millions takes longer than to measure
-        numbers = tensor.as_strided((count,), (1,))
-        numbers[:whole].view(-1, SOME).copy_(some)
-        numbers[whole:].copy_(some[: count - whole])
-        return tensor
+        """A tensor to measure with: normal numbers, or zeros where the dtype has no fractions.
+
+        Its memory is filled, not the tensor: one that is expanded cannot be written to.
+        """
+        count = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
+        numbers = torch.zeros(count, dtype=dtype, device=self.device)
+        if dtype.is_floating_point:
+            some = numbers[:SOME].normal_(generator=torch.Generator(self.device).manual_seed(0))
+            # The same numbers over and over: to draw millions takes longer than to measure.
+            for start in range(SOME, count, SOME):
+                numbers[start : start + SOME].copy_(some[: count - start])
+        return numbers.as_strided(tuple(shape), strides)
 
     def conversion(self, value: Tensor) -> float:
         """What it takes to copy a tensor into another format."""
