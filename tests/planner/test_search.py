@@ -368,7 +368,10 @@ def test_the_reasons_of_all_are_told_when_none_is_left(clock: Clock) -> None:
     with world(clock, own, *solvers), pytest.raises(NoPlanError) as raised:
         search(toys.small(), workspace=1024, deterministic=True).best()
     lines = str(raised.value).splitlines()
-    assert lines[0].startswith(f"no plan for {toys.small().key} under 1.0 KiB of workspace")
+    least = "undivided, the least that a solver needs is 32.0 KiB"
+    assert lines[0] == f"no plan for {toys.small().key} under 1.0 KiB of workspace; {least}:"
+    assert lines[1].startswith("  big : needs 32.0 KiB of workspace")  # the least comes first, the other reasons last
+    assert lines[2].startswith("  aten : took 1.0 MiB of workspace")
     told = "\n".join(lines[1:])
     for text in (
         "aten : took 1.0 MiB of workspace",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -80,6 +81,15 @@ def test_a_divided_plan_prints_as_a_tree():
     assert "gemm 2.000 3.0 MiB 2e-07" in tree
     assert "fprop left to torch 2.000 3.0 MiB 2e-07" in tree
     assert "fprop no plan: why" in tree
+
+
+def test_of_many_reasons_the_first_ones_stand_in_a_table():
+    reasons = [f"  fft basis={n}: needs {n} KiB" for n in range(10, 18)]
+    told = ["no plan for this under 64 B of workspace:", *reasons, "text such as '64MiB' would do"]
+    missing = replace(result(None).passes[0], reason="\n".join(told))
+    wanted = [*map(str.strip, reasons[:5]), "and 3 others, which 'tilewise explain' lists", told[-1]]
+    assert tables.no_plan(missing).endswith("\n".join(wanted))
+    assert "no plan for this" not in tables.no_plan(missing)
 
 
 def test_both_sides_stand_side_by_side():

@@ -165,10 +165,15 @@ def _device_names(given: object) -> tuple[str, ...]:
 
 
 def no_plan_text(problem: Problem, options: Options, log: Sequence[Measurement]) -> str:
-    """What a :class:`NoPlanError` says: the problem, the limit and why each candidate was lost."""
+    """What a :class:`NoPlanError` says: the problem, the limit and why each candidate was lost.
+
+    Those that only need more workspace come first, the least first: that would do.
+    """
     limit = "no workspace limit" if options.workspace is None else f"{format_bytes(options.workspace)} of workspace"
-    lines = [f"no plan for {problem.key} under {limit}:"]
-    lines += dict.fromkeys(f"  {m.solver} {m.config}: {m.reason}" for m in log if m.reason)
+    over = sorted((m for m in log if m.workspace and "the limit is" in m.reason), key=lambda m: m.workspace or 0)
+    least = f"; undivided, the least that a solver needs is {format_bytes(over[0].workspace or 0)}" if over else ""
+    lines = [f"no plan for {problem.key} under {limit}{least}:"]
+    lines += dict.fromkeys(f"  {m.solver} {m.config}: {m.reason}" for m in (*over, *log) if m.reason)
     if options.workspace is not None and options.workspace < SMALL:  # 64 may be meant as MiB; this line is the last
         few = format_bytes(options.workspace)
         lines.append(f"workspace={options.workspace}: {few} is less than kernels need; text such as '64MiB' would do")

@@ -32,6 +32,8 @@ __all__ = [
 
 LARGEST = 10
 """Segments of a budget that are listed."""
+MOST_REASONS = 5
+"""Reasons that are shown in a table where nothing computes a pass; there is one for each candidate, some thirty."""
 TAKEN_BACK = "taken back: the step is not faster with it"
 """Mark of a plan that is faster by itself, and that the network does not run by."""
 OFF = "runs, and is off the front: that was timed at another moment"
@@ -89,9 +91,14 @@ def _layer_text(layer: Layer) -> str:
 
 
 def no_plan(result: PassResult) -> str:
-    """Why there is no plan. The reason's first line is dropped where solvers' reasons follow it."""
-    lines = result.reason.splitlines()
-    return "[red]no plan:[/] " + escape("\n".join(line.strip() for line in lines[1:] or lines))
+    """Why there is no plan. The first line is dropped where solvers' reasons follow it; few are shown."""
+    first, *reasons = result.reason.splitlines() or [""]
+    advice = [line for line in reasons if not line.startswith(" ")]  # candidates are indented
+    reasons = [line for line in reasons if line.startswith(" ")]
+    lines = reasons[:MOST_REASONS] or ([] if advice else [first])
+    if more := len(reasons) - len(lines):
+        lines.append(f"and {more} others, which 'tilewise explain' lists")
+    return "[red]no plan:[/] " + escape("\n".join(line.strip() for line in (*lines, *advice)))
 
 
 def launches(results: Iterable[LayerResult]) -> bool:
