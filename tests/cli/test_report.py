@@ -92,8 +92,8 @@ def test_files_that_cannot_be_read_or_written(run, tmp_path, monkeypatch):
     source.write_text(json.dumps(schedule(1)), "utf-8")
     for arguments, words in [
         (("no_such_file.json",), ["SCHEDULE", "no_such_file.json", "No such file"]),
-        ((str(tmp_path),), ["SCHEDULE", "directory"]),
-        ((".",), ["SCHEDULE", "directory"]),
+        ((str(tmp_path),), ["SCHEDULE", "is a folder"]),
+        ((".",), ["SCHEDULE", "is a folder"]),
         ((str(source), "-o", str(tmp_path / "none" / "x.html")), ["-o", "No such file"]),
         ((str(source), "-o", str(source)), ["-o", "SCHEDULE itself"]),
     ]:

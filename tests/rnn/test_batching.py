@@ -125,7 +125,7 @@ def test_what_makes_no_sense_is_named(words, says) -> None:
 
 def test_a_sequence_over_memory_is_named() -> None:
     with pytest.raises(ValueError, match=r"lengths\[1\]=90: this sequence alone takes 180 B.*at most 50 steps"):
-        batches([10, 90, 50], "100", step=2)
+        batches([10, 90, 50], "100B", step=2)
     with pytest.raises(ValueError, match=r"one sequence of 90 steps, the percentile 95 of lengths, takes 180 B"):
         batch_for([10, 90, 50], 100, step=2)
     assert batch_for([10, 90, 50], 100, 50, step=2) == 1
