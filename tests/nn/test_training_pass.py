@@ -16,6 +16,7 @@ from tests.interpreter import interpreted
 from tests.nn.dividing import Dividing
 from torch import Tensor, nn
 from torch.fx import Graph
+from torch.utils.checkpoint import checkpoint
 
 import tilewise
 from tilewise.nn.layers.inductor import channel_sums
@@ -130,6 +131,19 @@ def test_rewritten_steps_are_torchs(affine: bool, gates: int, dtype: torch.dtype
     theirs = trained(plain, torch.compile(plain, backend=backend(lambda graph: None)), x, dtype)
     for mine, its, true in zip(got, theirs, want, strict=True):
         assert (mine - true).norm() <= 2 * (its - true).norm() + 1e-2 * true.norm()
+
+
+def test_checkpointing() -> None:
+    """What is computed again in backward has the same sums and gates, and moves running statistics once."""
+    module, x, counting = model(), images(), Counting()
+    exact = copy.deepcopy(module).double()
+
+    def call(t: Tensor) -> Any:
+        return checkpoint(module, t, use_reentrant=False)
+
+    got = trained(module, torch.compile(call, backend=backend(counting)), x)
+    assert (counting.gates, counting.sums) == (1, 6)
+    assert_close(got, trained(exact, exact, x.double()), 1e-5)
 
 
 def test_what_is_left_alone() -> None:
