@@ -14,12 +14,10 @@ from tests.nn.regions.kept import images, net
 
 from tilewise import solvers
 from tilewise.nn.layers.weights import Weights
-from tilewise.nn.regions import in_place, region
+from tilewise.nn.regions import region
 from tilewise.nn.regions.layouts import Way
 from tilewise.nn.regions.region import Planning, plan_region
-from tilewise.nn.regions.rewrite import rewrite
 from tilewise.nn.regions.trace import trace
-from tilewise.nn.regions.units import PRODUCT, formats, units_of, value_of
 from tilewise.nn.regions.ways import Planned, Times
 from tilewise.plan import Error, Measurement, Plan
 from tilewise.planner import Planner
@@ -183,41 +181,6 @@ def test_ways_get_the_times_of_their_places(monkeypatch: pytest.MonkeyPatch) -> 
     timed = [way for ways in seen for way in ways if isinstance(way.what, Planned)]
     assert len(timed) >= 4
     assert all(way.ms not in (0.001, 0.002) and 0 < way.ms < 1e3 for way in timed)
-
-
-class Scripted:
-    """Programs of one step that take what is written, run after run: a disturbance cannot be made to order."""
-
-    def __init__(self, *ms: float) -> None:
-        self.ms, self.runs, self.slots, self.arena_bytes = list(ms), 0, (), in_place.HELD_BYTES
-
-    def step_ms(self, tensors: Sequence[torch.Tensor], rounds: int) -> list[float]:
-        self.runs += 1
-        return [self.ms.pop(0)]
-
-
-def test_large_programs_are_timed_again_while_the_machine_is_busy() -> None:
-    """One by one, with the first program beside the others as a measure of the machine."""
-    model, x = net(), images()
-    traced = trace(model, (x,), {})
-    rewrite(traced.graph)
-    unit = next(unit for unit in units_of(traced.graph, traced.names) if unit.kind == PRODUCT)
-    reads = formats(value_of(unit.inputs[0]).shape)[-1]
-    ways = [tuple(Way((reads,), reads, ms) for ms in (1.0, 2.0, 3.0))]
-    # A first run says how many are timed; then they are. The first program is looked at behind every one.
-    programs = [
-        Scripted(100.0, 100.0, 101.0, 150.0, 104.0, 160.0, 155.0),
-        Scripted(170.0, 180.0, 90.0),
-        Scripted(95.0, 96.0, 97.0, 98.0),
-    ]
-
-    def built(allowed: Sequence[Sequence[int]]) -> Any:
-        return programs[allowed[0][0]], [allowed[0][0]], [0]
-
-    (found,) = in_place.timed_in_place([unit], ways, [x], built)
-    assert [way.ms for way in found] == [100.0, 90.0, 96.0]
-    assert [program.runs for program in programs] == [7, 3, 4]
-    assert not any(program.ms for program in programs)
 
 
 def test_steps_are_timed_from_python_too(monkeypatch: pytest.MonkeyPatch) -> None:

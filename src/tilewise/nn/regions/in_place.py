@@ -8,7 +8,6 @@ several layers at once are timed in programs of their own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -30,10 +29,7 @@ The least median of the passes counts."""
 ROUNDS_MS, LEAST_ROUNDS, MOST_ROUNDS = 150.0, 3, 11
 """In each pass a program is run for so many milliseconds, so often at least and at the most."""
 HELD_BYTES = 1 << 30
-"""Programs that take more together are timed one by one, each let go before the next is made. Their steps are long."""
-CALM = 1.1
-"""Programs that are timed one by one are timed again while the first of them takes more than so many times its least:
-then something else uses the machine, and what it slows down would lose by chance."""
+"""Programs that take more together are timed in one pass, each let go before the next is made. Their steps are long."""
 
 Built = Callable[[Sequence[Sequence[int]]], tuple[Program, Sequence[int], Sequence[int]]]
 """``built(allowed)``, with the indices of the ways that each part may take: a program, the way that each part takes in
@@ -54,7 +50,6 @@ def timed_in_place(
     found: dict[tuple[int, int], float] = {}
     trials = [*_trials(units, ways), *_of_several(units, ways)]
     held: list[_Timed] = []
-    first: _Timed | None = None
     for done, allowed in enumerate(trials):
         if tell is not None:
             tell(done, len(trials), "")
@@ -65,12 +60,6 @@ def timed_in_place(
         timed.into(found, tensors)
         if timed.nbytes * len(trials) <= HELD_BYTES:
             held.append(timed)
-            continue
-        first = first or timed
-        for _ in range(PASSES - 1):
-            if first.is_calm(tensors):
-                break
-            timed.into(found, tensors)
     for _ in range(PASSES - 1):
         for timed in held:
             timed.into(found, tensors)
@@ -86,8 +75,6 @@ class _Timed:
     def __init__(self, program: Program, taken: Sequence[int], steps: Sequence[int]) -> None:
         self._program, self._taken, self._steps = program, taken, steps
         self._rounds = 0
-        self._least = math.inf
-        """The least milliseconds of one run as a whole."""
 
     @property
     def nbytes(self) -> int:
@@ -102,16 +89,9 @@ class _Timed:
             once = sum(self._program.step_ms(tensors, 1))
             self._rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(ROUNDS_MS / max(once, 1e-3))))
         times = self._program.step_ms(tensors, self._rounds)
-        self._least = min(self._least, sum(times))
         for part, (way, step) in enumerate(zip(self._taken, self._steps, strict=True)):
             if step >= 0:
                 found[part, way] = min(times[step], found.get((part, way), times[step]))
-
-    def is_calm(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether it takes about as long as at best, so that what was timed just now can be trusted."""
-        once = sum(self._program.step_ms(tensors, 1))
-        self._least = min(self._least, once)
-        return once <= CALM * self._least
 
 
 def _trials(units: Sequence[Unit], ways: Sequence[tuple[Way, ...]]) -> Iterator[list[Sequence[int]]]:
