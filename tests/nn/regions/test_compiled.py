@@ -99,6 +99,23 @@ def test_behind_inductor(wins: str, freezing: bool, monkeypatch: pytest.MonkeyPa
     assert {told["runs"] for told in tilewise.nn.report(model).facts["compiled"]} == {wins}
 
 
+@pytest.mark.parametrize("freezing", [False, True])
+def test_later_calls_compile_nothing(monkeypatch: pytest.MonkeyPatch, freezing: bool) -> None:
+    """Not what the compiler made of the region either, which would lose its frozen weights then."""
+    monkeypatch.setattr(contest, "LEAST_SPEEDUP", 1e9)
+    model, x = net(), images()
+    keep(monkeypatch, model, x)
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        with torch._inductor.config.patch(freezing=freezing):
+            want = compiled(x).clone()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(3):
+                torch.testing.assert_close(compiled(x), want)
+    (told,) = tilewise.nn.report(model).facts["compiled"]
+    assert told["runs"] == "compiler"
+
+
 def test_results_keep_their_structure(wins: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = net(Several), images(), images(seed=1)
     keep(monkeypatch, model, [(x, y)])

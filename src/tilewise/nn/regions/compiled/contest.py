@@ -73,7 +73,7 @@ class Contest:
             with showing(progress), planning():
                 progress(0, 1, "a compiled region")
                 with _alone(), self._freezing():
-                    compiled = torch._dynamo.optimize(self._backend, dynamic=False)(self._forward)
+                    compiled = _below_autograd(torch._dynamo.optimize(self._backend, dynamic=False)(self._forward))
                     compiled(*tensors)
                 pairs = timed(
                     functools.partial(compiled, *tensors), functools.partial(self._program, *tensors), tensors[0].device
@@ -92,6 +92,20 @@ class Contest:
         import torch._inductor.config
 
         return torch._inductor.config.patch(freezing=True)  # type: ignore[no-any-return]
+
+
+def _below_autograd(compiled: Call) -> Call:
+    """Calls without the dispatch keys of autograd and of views, as the first one has neither.
+
+    Later ones have them, for which Dynamo would compile anew: in the midst of a run, and without frozen weights.
+    """
+    views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+    def below(*tensors: torch.Tensor) -> Any:
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(views):
+            return compiled(*tensors)
+
+    return below
 
 
 def _told(pairs: Pairs) -> dict[str, Any]:
