@@ -20,7 +20,7 @@ from tilewise.machine.torch_state import undisturbed
 from tilewise.nn.layers.inductor.matches import Match, matches
 from tilewise.nn.layers.inductor.operator import publish
 from tilewise.nn.layers.inductor.pointwise import as_onednn_calls_it
-from tilewise.nn.layers.inductor.settings import after, settings_of
+from tilewise.nn.layers.inductor.settings import after, each_pass, settings_of
 from tilewise.nn.layers.plan_table import PlanTable, planning, table_of
 from tilewise.planner.measuring.times import Timer, interleaved
 from tilewise.problems.base import Problem, dense_strides
@@ -71,11 +71,9 @@ class FrozenPass:
         return
 
     def __call__(self, graph: Graph, is_inference: bool = True) -> None:
-        before = self.before if isinstance(self.before, (list, tuple)) else [self.before]
-        for each in before:
-            if each is not None:
-                takes_more = any(kind.__name__ == "CustomInferenceAwareGraphPass" for kind in type(each).__mro__)
-                each(graph, is_inference) if takes_more else each(graph)
+        for each in each_pass(self.before):
+            takes_more = any(kind.__name__ == "CustomInferenceAwareGraphPass" for kind in type(each).__mro__)
+            each(graph, is_inference) if takes_more else each(graph)
         table = table_of(self.number)
         if table is not None and not torch.is_grad_enabled():
             replace_faster(graph, table)

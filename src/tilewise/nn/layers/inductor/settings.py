@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["after", "settings_of"]
+__all__ = ["after", "each_pass", "settings_of"]
 
 
 def settings_of(compiler: Any) -> dict[str, Any] | None:
@@ -20,3 +21,10 @@ def after(settings: dict[str, Any], name: str) -> Any:
     import torch._inductor.config
 
     return settings.get(name, getattr(torch._inductor.config, name))
+
+
+def each_pass(passes: Any) -> Iterator[Any]:
+    """The passes of a setting in order: Inductor takes one, several or none."""
+    for each in passes if isinstance(passes, (list, tuple)) else [passes]:
+        if each is not None:
+            yield each

@@ -7,7 +7,6 @@ This module imports Inductor, so only what runs while a graph is traced may impo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from tilewise.nn.layers.inductor.norm_sums import sum_by_kernels
 from tilewise.nn.layers.inductor.relu_gates import compute_gates_anew
-from tilewise.nn.layers.inductor.settings import after, settings_of
+from tilewise.nn.layers.inductor.settings import after, each_pass, settings_of
 
 __all__ = ["TrainingPass", "install"]
 
@@ -52,7 +51,7 @@ class TrainingPass(CustomGraphPass):
 
     def uuid(self) -> str | None:
         """A digest of the pass, by which Inductor's cache on disk knows it; ``None`` where passes before have none."""
-        others = [getattr(each, "uuid", lambda: None)() for each in _listed(self.before)]
+        others = [getattr(each, "uuid", lambda: None)() for each in each_pass(self.before)]
         if None in others:
             return None
         digest = hashlib.sha256(repr((self.sums, others)).encode())
@@ -61,7 +60,7 @@ class TrainingPass(CustomGraphPass):
         return digest.hexdigest()
 
     def __call__(self, graph: Graph | GraphModule) -> None:
-        for each in _listed(self.before):
+        for each in each_pass(self.before):
             each(graph)
         nodes = graph.graph if isinstance(graph, GraphModule) else graph
         if any(_is_ours(node) for node in nodes.nodes):
@@ -77,9 +76,3 @@ def _is_ours(node: Node) -> bool:
 def _is_on_gpu(node: Node) -> bool:
     value = node.meta.get("val")
     return getattr(getattr(value, "device", None), "type", "") == "cuda"
-
-
-def _listed(passes: Any) -> Iterator[Any]:
-    """Inductor takes one pass, several or none."""
-    if passes is not None:
-        yield from passes if isinstance(passes, (list, tuple)) else [passes]
