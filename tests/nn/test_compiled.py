@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import logging
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from tests.nn.dividing import Dividing, assert_same
+from tests.nn.fresh_dynamo import fresh_dynamo as fresh_dynamo
 from torch import nn
 
 import tilewise
@@ -22,14 +21,6 @@ from tilewise.problems.conv.problem import Pass
 
 COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=COMPILER)]
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    logging.getLogger("torch.__trace").setLevel(logging.WARNING)  # pytest would format every record of it
-    yield
-    torch._dynamo.reset()
 
 
 class Graphs:

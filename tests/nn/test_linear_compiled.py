@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import logging
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.nn.fresh_dynamo import fresh_dynamo as fresh_dynamo
 from tests.nn.product_plans import Thin
 from tests.nn.test_linear import Given, with_gradients
 from torch import nn
@@ -22,14 +21,6 @@ from tilewise.nn.layers.linear.traced import trace
 
 COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 BY_TORCH = torch._C._nn.linear
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    logging.getLogger("torch.__trace").setLevel(logging.WARNING)  # pytest would format every record of it
-    yield
-    torch._dynamo.reset()
 
 
 class Graphs:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
-import logging
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.nn.fresh_dynamo import fresh_dynamo as fresh_dynamo
 from tests.nn.recurrent_plans import CLASSES, close, drawn_projection, flat, forced, with_gradients
 from tests.sampling import EVERY, some
 from torch import Tensor, nn
@@ -32,14 +31,6 @@ from tilewise.wisdom import Wisdom
 
 COMPILER = pytest.mark.skipif(not EVERY or shutil.which("g++") is None, reason="compiles C++ for half a minute")
 NUMBA = not get("resident_rnn").why_not(RecurrentProblem("lstm", 1, 1, 1, 1))
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    logging.getLogger("torch.__trace").setLevel(logging.WARNING)  # pytest would format every record of it
-    yield
-    torch._dynamo.reset()
 
 
 class Net(nn.Module):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.interpreter import interpreted
 from tests.nn.dividing import Dividing
+from tests.nn.fresh_dynamo import fresh_dynamo as fresh_dynamo
 from torch import Tensor, nn
 from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
@@ -27,14 +27,6 @@ from tilewise.nn.layers.inductor.relu_gates import compute_gates_anew
 aten = torch.ops.aten
 COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 LAST = torch.channels_last
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    logging.getLogger("torch.__trace").setLevel(logging.WARNING)  # pytest would format every record of it
-    yield
-    torch._dynamo.reset()
 
 
 class Residual(nn.Module):

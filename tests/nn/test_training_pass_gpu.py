@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from tests.nn.dividing import Dividing
+from tests.nn.fresh_dynamo import fresh_dynamo as fresh_dynamo
 from torch import Tensor, nn
 
 import tilewise
@@ -17,13 +17,6 @@ from tilewise.nn.layers.inductor.channel_sums import GRADIENT_TILE, MOMENTS_TILE
 
 pytestmark = pytest.mark.gpu
 LAST = torch.channels_last
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def images(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

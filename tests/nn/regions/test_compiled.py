@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.nn.fresh_dynamo import fresh_dynamo as fresh_dynamo
 from tests.nn.regions.kept import First, images, keep
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -46,13 +47,6 @@ def net(kind: type[Net] = Net) -> Net:
     model = kind().eval()
     nn.init.uniform_(model.norm.running_var, 0.5, 2.0)
     return model
-
-
-@pytest.fixture(autouse=True)
-def _anew() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture(params=["program", "compiler"])
