@@ -49,14 +49,15 @@ def compiled_with(module: nn.Module, x: torch.Tensor, mode: str = "default", *, 
     """``module`` compiled by ``torch.compile`` in one of its modes for inputs like ``x``, for which it is called once.
 
     With ``freezing`` weights are constants. That is a setting of the process while the graph is traced: among
-    ``torch.compile``'s options alone, torch 2.13 compiles weights as inputs and nothing is folded or packed.
+    ``torch.compile``'s options alone, torch 2.13 compiles weights as inputs and nothing is folded or packed. It is
+    among the options as well: two modules of one class share what is compiled for equal options.
     """
     import torch._inductor.config
     from torch._inductor.async_compile import AsyncCompile
 
     if mode == "max-autotune":  # until its processes are up, torch compiles one candidate after the other
         AsyncCompile.wait_pool_ready()
-    compiled = torch.compile(module, mode=mode)
+    compiled = torch.compile(module, options={**torch._inductor.list_mode_options(mode), "freezing": freezing})
     with torch._inductor.config.patch(freezing=freezing):
         compiled(x)
     return compiled
