@@ -66,14 +66,16 @@ class Plans:
         return (plan_by(problem, "fused_lowering", 0.0005, 1e-9), 1e-9) if self.has_exact else None
 
 
-def planned(plans: Plans, judge: Any, monkeypatch: pytest.MonkeyPatch) -> Planning:
-    """The network as a region. Steps take what is written in their plans."""
+def planned(plans: Plans, judge: Any, monkeypatch: pytest.MonkeyPatch, gains: Sequence[float] = (1.0,) * 9) -> Planning:
+    """The network as a region. Steps take what is written in their plans, and products in order have these gains."""
     model, x = net(), images()
 
     def as_told(units: Any, ways: Sequence[tuple[Way, ...]], *_: Any) -> list[tuple[Way, ...]]:
         return list(ways)
 
     monkeypatch.setattr("tilewise.nn.regions.region.timed_in_place", as_told)
+    given = lambda traced, nodes, tensors: dict(zip(nodes, gains, strict=False))  # noqa: E731
+    monkeypatch.setattr("tilewise.nn.regions.region.gains_of", given)
     traced = trace(model, (x,), {})
     return plan_region(traced, [x], plans, judge, Times(torch.device("cpu")), Weights.FROZEN)
 
@@ -91,7 +93,7 @@ def test_the_least_exact_gives_way_where_the_whole_is_not(monkeypatch: pytest.Mo
 
     def judge(program: Any) -> float:
         judged.append(program)
-        return 10.0 if len(judged) == 1 else 0.9
+        return 10.0 if len(judged) == 1 else 0.95
 
     assert solvers_of(planned(plans, judge, monkeypatch)) == {"indirect"}
     assert len(judged) == 2
@@ -103,7 +105,7 @@ def test_more_exact_plans_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
 
     def judge(program: Any) -> float:
         judged.append(program)
-        return 2.5 if len(judged) == 1 else 0.9
+        return 2.5 if len(judged) == 1 else 0.95
 
     assert solvers_of(planned(plans, judge, monkeypatch)) == {"fused_lowering"}
     assert set(plans.asked) == {1e-3 / 8}
@@ -114,7 +116,7 @@ def test_nothing_is_asked_for_where_a_plan_is_exact(monkeypatch: pytest.MonkeyPa
 
     def judge(program: Any) -> float:
         judged.append(program)
-        return 2.5 if len(judged) == 1 else 0.9
+        return 2.5 if len(judged) == 1 else 0.95
 
     assert solvers_of(planned(plans, judge, monkeypatch)) == {"indirect"}
     assert plans.asked == []
@@ -132,6 +134,20 @@ def test_what_is_left_of_the_limit_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     found = [line.plan for line in planned(plans, judge, monkeypatch).lines if line.plan is not None]
     assert total(found) == pytest.approx(math.sqrt(2e-6 + 1e-8))
     assert seen == pytest.approx([math.sqrt(n * 1e-6 + (3 - n) * 1e-8) for n in (3, 0, 1, 2)])
+
+
+def test_errors_count_as_they_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first layer's error grows tenfold until the results, it alone is computed by a more exact plan."""
+    plans = Plans()
+
+    def judge(program: Any) -> float:
+        first, *others = [step.plan.plan for step in program.steps if step.plan is not None]
+        return math.sqrt((10.0 * total([first])) ** 2 + total(others) ** 2) / 2e-3
+
+    found = planned(plans, judge, monkeypatch, gains=(10.0,) + (1.0,) * 8)
+    first, *others = [line.plan.solver for line in found.lines if line.plan is not None]
+    assert first == "indirect"
+    assert {"onednn_fused"} <= set(others) <= {"onednn_fused", "aten"}
 
 
 def total(plans: Sequence[Plan]) -> float:

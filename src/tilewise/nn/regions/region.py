@@ -15,6 +15,8 @@ from tilewise.nn.progress import Late, showing
 from tilewise.nn.regions.blocks import Block, blocks_of, with_blocks
 from tilewise.nn.regions.build import Builder
 from tilewise.nn.regions.constants import Constants
+from tilewise.nn.regions.exactness.gains import gains_of
+from tilewise.nn.regions.exactness.limits import Limits
 from tilewise.nn.regions.gates import pooling_products
 from tilewise.nn.regions.in_place import timed_in_place
 from tilewise.nn.regions.layouts import Choice, Part, Way, choose_ways
@@ -54,12 +56,10 @@ Judge = Callable[[Program], float]
 """The error of a whole program, as a multiple of what is allowed."""
 
 
-MOST_ROUNDS = 6
-"""How often plans give way to others that are more exact, or again less."""
-ENOUGH = 0.8
+MOST_ROUNDS, MOST_JUDGED = 16, 7
+"""How often plans give way to others that are more exact, or again less; how many programs are run for it."""
+ENOUGH = 0.93
 """The share of what is allowed above which the error of the whole is near enough to it."""
-LEAST_STEP, MOST_STEP = 1.1, 4.0
-"""The factor by which the error of all plans together is lowered each time: the excess of the whole, within these."""
 EXACT = (2.0, 8.0)
 """For a product whose error counts, plans are asked for whose error is so many times less."""
 COUNTS = 0.02
@@ -137,31 +137,34 @@ def _exact_enough(
     The squares of the plans' errors get a lower limit until the whole is exact enough, and then a higher one again,
     between what was enough and what was not.
     """
-    most, allowed, refused = math.inf, 0.0, math.inf
+    most, limits = math.inf, Limits()
     best: tuple[Choice, Planning] | None = None
-    for rounds in range(MOST_ROUNDS + 1):
+    last: tuple[int, ...] = ()
+    for rounds in range(MOST_ROUNDS):
         choice = region.choose(times, most=most)
         while region.settle(choice, source):
             choice = region.choose(times, most=most)
-        if best is None or choice.ways != best[0].ways:
-            found = planned(choice)
-            excess, squares = judge(found.program), region.squares(choice)
-            if excess <= 1.0:
-                best = choice, found
-                if not rounds or excess > ENOUGH:
-                    break
-            elif not squares:  # no plan is what errs
-                break
-            else:
-                if not rounds:  # each plan that is asked for may have to be checked
-                    region.add_exact(choice, source, squares)
-                refused = min(refused, squares)
-        if best is None:
-            most = squares / min(max(excess, LEAST_STEP), MOST_STEP) ** 2
+        if choice.ways == last and best is None:  # no plans are more exact
+            break
+        if best is not None and choice.ways == best[0].ways:
+            limits.allowed = max(limits.allowed, most)
+        elif choice.ways == last:
+            limits.refused = min(limits.refused, most)
         else:
-            if most < refused:
-                allowed = max(allowed, most)
-            most = math.sqrt(allowed * refused)
+            found, last = planned(choice), choice.ways
+            excess = judge(found.program)
+            if excess > 1.0 and not rounds:  # each plan that is asked for may have to be checked
+                region.weigh()
+                region.add_exact(choice, source)
+            squares = region.squares(choice)
+            limits.note(squares, excess)
+            if excess <= 1.0 and (best is None or choice.ms < best[0].ms):
+                best = choice, found
+            if not squares or (excess <= 1.0 and (not rounds or excess > ENOUGH)):
+                break
+        if limits.empty or len(limits.tried) == MOST_JUDGED:
+            break
+        most = limits.next()
     return found if best is None else best[1]
 
 
@@ -175,6 +178,7 @@ class _Region:
         (output,) = (node for node in traced.graph.nodes if node.op == "output")
         self._results = [(node, _format(node)) for node in output.args[0]]
         self._ways: list[tuple[Way, ...]] = []
+        self._gains = [1.0] * len(units)
 
     def find_ways(
         self,
@@ -232,21 +236,29 @@ class _Region:
                 changed = True
         return changed
 
-    def squares(self, choice: Choice) -> float:
-        """The sum of the squares of a choice's errors."""
-        return sum(self._ways[part][index].error ** 2 for part, index in enumerate(choice.ways))
+    def weigh(self) -> None:
+        """From now on count each part's errors as they grow until the region's results, where that can be derived."""
+        nodes = [unit.node for unit in self._units if unit.kind == PRODUCT]
+        gains = gains_of(self._traced, nodes, self._tensors)
+        if gains is not None:
+            self._gains = [gains.get(unit.node, 1.0) for unit in self._units]
 
-    def add_exact(self, choice: Choice, source: Plans, squares: float) -> None:
-        """Add more exact ways to those parts of a choice whose errors count among its ``squares`` and that have none.
+    def squares(self, choice: Choice) -> float:
+        """The sum of the squares of a choice's errors, as they count."""
+        return sum((self._gains[part] * self._ways[part][i].error) ** 2 for part, i in enumerate(choice.ways))
+
+    def add_exact(self, choice: Choice, source: Plans) -> None:
+        """Add more exact ways to those parts of a choice whose errors count among its squares and that have none.
 
         A plan that takes another's place takes as much more time there as by itself.
         """
+        squares = self.squares(choice)
         chosen = [self._ways[part][index] for part, index in enumerate(choice.ways)]
         products = [part for part, way in enumerate(chosen) if isinstance(way.what, Planned)]
         for part in products:
             way = chosen[part]
             assert isinstance(way.what, Planned)
-            if not way.error or way.error**2 * len(products) < COUNTS * squares:
+            if not way.error or (self._gains[part] * way.error) ** 2 * len(products) < COUNTS * squares:
                 continue
             problem, plan = way.what.product.problem, way.what.plan
             for factor in EXACT:
@@ -280,14 +292,17 @@ class _Region:
         }
         parts = []
         allowed = allowed or [range(len(ways)) for ways in self._ways]
-        for unit, every, indices in zip(self._units, self._ways, allowed, strict=True):
+        for unit, every, indices, gain in zip(self._units, self._ways, allowed, self._gains, strict=True):
             ways = [every[index] for index in indices]
             reads = [index for index, node in enumerate(unit.inputs) if node not in self._constant]
             parts.append(
                 Part(
                     tuple(unit.inputs[index] for index in reads),
                     unit.node,
-                    tuple(Way(tuple(way.reads[i] for i in reads), way.gives, way.ms, error=way.error) for way in ways),
+                    tuple(
+                        Way(tuple(way.reads[i] for i in reads), way.gives, way.ms, error=gain * way.error)
+                        for way in ways
+                    ),
                 )
             )
         for number, (node, strides) in enumerate(self._results):
