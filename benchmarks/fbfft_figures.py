@@ -8,11 +8,13 @@ have both without the host, which launches small ones slower than they run; the 
 A seeded sample of ``sample`` configurations is measured, dealt evenly over kernel sizes; a larger sample holds the
 smaller ones. What an earlier run on this machine left in the result's file is kept and not measured again, so that runs
 of some minutes (``seconds``) come to all of them (``sample=8232``). A configuration that failed is black in the picture
-and named in the facts.
+and named in the facts. ``ahead`` configurations are planned together, so that kernels are compiled while others are
+measured.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -29,6 +31,7 @@ from harness.result import Bar, Result, Row, geometric_mean, least_replaced
 from harness.settings import Settings
 
 from tilewise.planner import NoPlanError, Planner
+from tilewise.problems.conv.problem import ConvProblem
 
 DEFAULTS = {
     "sample": "60",
@@ -40,6 +43,7 @@ DEFAULTS = {
     "precision": "ieee",
     "rigor": "measure",
     "budget_ms": "60",
+    "ahead": "12",
     "seconds": "0",
 }
 QUICK = {
@@ -104,10 +108,13 @@ def run(settings: Settings) -> Result:
     waiting = [each for each in wanted if each.name not in rows and each.name not in failed]
     waiting.sort(key=lambda each: each.name in begun)
     settings.say(f"{len(wanted)} configurations, {len(waiting)} to measure")
+    ahead = max(1, settings.integer("ahead"))
     for number, each in enumerate(waiting):
         if deadline.passed:
             settings.say(f"out of time: {len(waiting) - number} configurations are left")
             break
+        if number % ahead == 0 and ahead > 1:
+            _plan(settings, planner, waiting[number : number + ahead])
         settings.keep(_result(rows, failed, wanted, begun | {each.name}))
         try:
             rows[each.name] = _row(settings, planner, each)
@@ -132,11 +139,23 @@ def _earlier(settings: Settings) -> tuple[dict[str, Row], dict[str, dict[str, An
     return {row["name"]: Row.from_json(row) for row in rows}, dict(facts["failed"]), set(facts.get("begun", ()))
 
 
-def _row(settings: Settings, planner: Planner, each: Configuration) -> Row:
-    problems = {
+def _plan(settings: Settings, planner: Planner, several: list[Configuration]) -> None:
+    """Plan some configurations together, into wisdom. One that cannot be planned says so in its turn."""
+    problems = [problem for each in several for problem in _problems(settings, each).values()]
+    with contextlib.suppress(NoPlanError, torch.OutOfMemoryError):
+        planner.plan_many(problems, settings.planning())
+
+
+def _problems(settings: Settings, each: Configuration) -> dict[str, ConvProblem]:
+    """The three passes by name."""
+    return {
         name: each.layer.problem(pass_, settings.device, precision=settings.text("precision"))
         for name, pass_ in PASSES.items()
     }
+
+
+def _row(settings: Settings, planner: Planner, each: Configuration) -> Row:
+    problems = _problems(settings, each)
     plans = planner.plan_many(list(problems.values()), settings.planning())
     budget = float(settings.integer("budget_ms"))
     passes = [timed(name, problem, plans[problem], budget) for name, problem in problems.items()]
