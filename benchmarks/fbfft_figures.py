@@ -9,7 +9,8 @@ A seeded sample of ``sample`` configurations is measured, dealt evenly over kern
 smaller ones. What an earlier run on this machine left in the result's file is kept and not measured again, so that runs
 of some minutes (``seconds``) come to all of them (``sample=8232``). A configuration that failed is black in the picture
 and named in the facts. ``ahead`` configurations are planned together, so that kernels are compiled while others are
-measured.
+measured. Several GPUs of one kind measure side by side: one process each, with ``--device cuda:1``, a ``--label`` and
+``part=1/2``. A run takes the rows of those beside it that measured in the same way, so a last one has all.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from harness.layers import PASSES, Layer
 from harness.machine import commit
 from harness.picture import Figure, heat_maps
 from harness.result import Bar, Result, Row, geometric_mean, least_replaced
-from harness.settings import Settings
+from harness.settings import BadInput, Settings
 
 from tilewise.planner import NoPlanError, Planner
 from tilewise.problems.conv.problem import ConvProblem
@@ -44,6 +45,7 @@ DEFAULTS = {
     "rigor": "measure",
     "budget_ms": "60",
     "ahead": "12",
+    "part": "0/1",
     "seconds": "0",
 }
 QUICK = {
@@ -107,6 +109,7 @@ def run(settings: Settings) -> Result:
     wanted = list(itertools.islice(configurations(settings), settings.integer("sample")))
     waiting = [each for each in wanted if each.name not in rows and each.name not in failed]
     waiting.sort(key=lambda each: each.name in begun)
+    waiting = _share(settings, waiting)
     settings.say(f"{len(wanted)} configurations, {len(waiting)} to measure")
     ahead = max(1, settings.integer("ahead"))
     for number, each in enumerate(waiting):
@@ -129,14 +132,27 @@ def run(settings: Settings) -> Result:
 
 
 def _earlier(settings: Settings) -> tuple[dict[str, Row], dict[str, dict[str, Any]], set[str]]:
-    """Rows and failures of an earlier run that planned and measured in the same way, and what it was ended in."""
-    found = settings.earlier_with("precision", "rigor")
-    if found is None:
-        return {}, {}, set()
-    device = settings.device.type == "cuda"
-    rows = (row for row in found["rows"] if not device or "torch_device_ms" in row["details"])
-    facts = found["summary"]["facts"]
-    return {row["name"]: Row.from_json(row) for row in rows}, dict(facts["failed"]), set(facts.get("begun", ()))
+    """Rows and failures of earlier runs that planned and measured in the same way, and what they were ended in."""
+    rows: dict[str, Row] = {}
+    failed: dict[str, dict[str, Any]] = {}
+    begun: set[str] = set()
+    for found in settings.found_with("precision", "rigor"):
+        device, facts = settings.device.type == "cuda", found["summary"]["facts"]
+        known = (row for row in found["rows"] if not device or "torch_device_ms" in row["details"])
+        rows |= {row["name"]: Row.from_json(row) for row in known}
+        failed |= facts["failed"]
+        begun |= set(facts.get("begun", ()))
+    return rows, failed, begun
+
+
+def _share(settings: Settings, waiting: list[Configuration]) -> list[Configuration]:
+    """Those that this process measures, of all that wait. Raises :class:`BadInput`."""
+    number, _, count = settings.text("part").partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise BadInput(
+            f"part={settings.text('part')!r}: 0/2 for the first of two processes, 1/2 for the other would do"
+        )
+    return waiting[int(number) :: int(count)]
 
 
 def _plan(settings: Settings, planner: Planner, several: list[Configuration]) -> None:

@@ -104,8 +104,9 @@ def _run(given: argparse.Namespace) -> dict[str, Any]:
         if path is not None:
             _save(document(result), path)
 
-    earlier = _earlier(path, {"schema": SCHEMA, "machine": described, "quick": given.quick})
-    settings = Settings(device, given.quick, given.fresh, options, earlier, keep)
+    wanted = {"schema": SCHEMA, "machine": described, "quick": given.quick}
+    earlier, beside = _earlier(path, wanted), _beside(path, benchmark.name, wanted)
+    settings = Settings(device, given.quick, given.fresh, options, earlier, keep, beside)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return document(benchmark.run(settings))
@@ -163,6 +164,13 @@ def _earlier(path: Path | None, wanted: dict[str, Any]) -> dict[str, Any] | None
         raise BadInput(f"{path} is no result of a benchmark ({error}): move it away") from error
     found = {"schema": document["schema"], "machine": {**machine, "tilewise": None}, "quick": quick}
     return document if found == {**wanted, "machine": {**wanted["machine"], "tilewise": None}} else None
+
+
+def _beside(path: Path | None, name: str, wanted: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """What runs of this benchmark with other labels left in the folder, of this machine with these versions."""
+    files = [] if path is None else sorted(path.parent.glob(f"{name}*.json"))
+    found = [_earlier(file, wanted) for file in files if file != path]
+    return tuple(document for document in found if document is not None and document["benchmark"] == name)
 
 
 def _save(document: dict[str, Any], path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,7 +67,7 @@ class Settings:
 
     ``earlier`` is the document that an earlier run on the same machine left where this run's will go, for benchmarks
     that go on where they stopped, and ``keep`` saves what there is so far, lest a run that is ended has measured for
-    nothing.
+    nothing. ``beside`` are the documents that runs with other labels left, in which some benchmarks look for rows.
     """
 
     device: torch.device
@@ -76,6 +76,7 @@ class Settings:
     options: Mapping[str, str]
     earlier: Mapping[str, Any] | None = None
     keep: Callable[[Result], None] = lambda result: None
+    beside: Sequence[Mapping[str, Any]] = ()
     _kept: list[tempfile.TemporaryDirectory[str]] = field(default_factory=list)
 
     def text(self, name: str) -> str:
@@ -92,10 +93,15 @@ class Settings:
 
     def earlier_with(self, *names: str) -> Mapping[str, Any] | None:
         """:attr:`earlier` where these options were what they are now; one that it does not know does not count."""
-        found = self.earlier
-        if found is None or any(found["settings"].get(name, self.text(name)) != self.text(name) for name in names):
-            return None
-        return found
+        return self.earlier if self.earlier is not None and self._is_like(self.earlier, names) else None
+
+    def found_with(self, *names: str) -> list[Mapping[str, Any]]:
+        """:attr:`earlier` and what lies :attr:`beside` it, as far as these options were what they are now."""
+        found = [*self.beside, *([] if self.earlier is None else [self.earlier])]
+        return [document for document in found if self._is_like(document, names)]
+
+    def _is_like(self, document: Mapping[str, Any], names: Sequence[str]) -> bool:
+        return all(document["settings"].get(name, self.text(name)) == self.text(name) for name in names)
 
     def deadline(self) -> Deadline:
         """The option ``seconds``, counted from now on."""

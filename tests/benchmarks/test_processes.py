@@ -160,6 +160,31 @@ def test_figures_go_on_where_they_stopped(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_figures_are_measured_in_parts(cache: Path, tmp_path: Path) -> None:
+    """Two processes measure a half each, and a third one has the rows of both without measuring anything."""
+    options = ["--quick", "--device", "cpu", "--out", str(tmp_path), "--set", "sample=3", "--set", "sizes=1"]
+    for part in ("0/2", "1/2"):
+        done = run("fbfft_figures", *options, "--label", part[0], "--set", f"part={part}", cache=cache)
+        assert done.returncode == 0, done.stderr
+        (saved,) = tmp_path.rglob(f"*-{part[0]}.json")
+        if part == "0/2":
+            first = json.loads(saved.read_text())["rows"]
+            assert len(first) == 2
+            # Both begin at once where there are two GPUs: the other process finds nothing yet.
+            saved.rename(tmp_path / "aside.json")
+    (tmp_path / "aside.json").rename(saved.with_name("fbfft_figures-0.json"))
+    assert len(json.loads(saved.read_text())["rows"]) == 1
+    done = run("fbfft_figures", *options, "--json", cache=cache)
+    assert "3 configurations, 0 to measure" in done.stderr
+    document = json.loads(done.stdout)
+    assert document["summary"]["facts"]["left"] == 0
+    assert [row for row in document["rows"] if row in first] == first
+    wrong = run("fbfft_figures", *options, "--set", "part=2/2", cache=cache)
+    assert wrong.returncode == 2
+    assert "part='2/2': 0/2 for the first of two processes" in wrong.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [("large_kernels", ("passes=fprop,dgrad,wgrad",)), ("fbfft_table4", ("layers=L4", "passes=fprop,dgrad"))],
