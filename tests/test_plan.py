@@ -12,7 +12,17 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tilewise.plan import DEEPEST, UNITS, Config, Error, Plan, PlanFormatError, format_bytes, parse_bytes
+from tilewise.plan import (
+    DEEPEST,
+    UNIT_FORGOTTEN,
+    UNITS,
+    Config,
+    Error,
+    Plan,
+    PlanFormatError,
+    format_bytes,
+    parse_bytes,
+)
 from tilewise.planner.options import BATCH_SIZES, RIGORS, Options
 
 names = st.text(min_size=1, max_size=8)
@@ -224,13 +234,14 @@ def test_bytes_in_fractions() -> None:
     assert parse_bytes("0.5 GiB") == 2**29
     assert parse_bytes("1.5KB") == 1500
     assert parse_bytes("4194304") == 2**22
+    assert parse_bytes(str(UNIT_FORGOTTEN)) == UNIT_FORGOTTEN
     assert parse_bytes("1e3") == 1000
     assert parse_bytes("0") == 0
 
 
 @pytest.mark.parametrize(
     "size", ["64 MB?", "", " ", "MiB", "-1", "-1MiB", "nan", "inf GiB", "1e308GiB", "1e400", "64 megs", "0x10",
-             "64MiB MiB", "64", " 4096 ", "64M", "0.5 g", -1, True, None, 1.5, [64], b"64MiB"],
+             "64MiB MiB", "64", " 4096 ", str(UNIT_FORGOTTEN - 1), "64M", "0.5 g", -1, True, None, 1.5, [64], b"64MiB"],
 )  # fmt: skip
 def test_unreadable_sizes_name_the_argument_and_the_value(size: object) -> None:
     with pytest.raises(ValueError, match=r"^budget=") as raised:

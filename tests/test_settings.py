@@ -20,6 +20,7 @@ import tilewise
 from tilewise.cli import explain, plan, run
 from tilewise.cli import time as time_command
 from tilewise.nn import set_defaults
+from tilewise.plan import UNIT_FORGOTTEN
 from tilewise.planner import Options, Planner
 from tilewise.planner.budget.allocate import POLICIES
 from tilewise.planner.options import BATCH_SIZES, RIGORS
@@ -211,7 +212,9 @@ def test_a_number_of_few_bytes_is_warned_of(recwarn: pytest.WarningsRecorder) ->
     with pytest.warns(UserWarning, match="workspace=64 is 64 bytes; workspace='64MiB' would do") as told:
         set_defaults(workspace=64)
     assert told[0].filename == __file__
-    for meant in ("64B", 0, None, 4096, "64MiB"):
+    with pytest.warns(UserWarning, match=f"workspace={UNIT_FORGOTTEN - 1} is"):
+        set_defaults(workspace=UNIT_FORGOTTEN - 1)
+    for meant in ("64B", 0, None, UNIT_FORGOTTEN, "64MiB"):
         set_defaults(workspace=meant)
     set_defaults()
     assert not recwarn.list

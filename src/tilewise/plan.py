@@ -1,8 +1,8 @@
 """How a problem is computed: configs, measurements and the immutable tree of choices called a plan.
 
->>> from tilewise.plan import BUSY, CHECK_VERSION, is_busy
->>> is_busy(BUSY["cpu"], "cpu"), CHECK_VERSION >= 1
-(False, True)
+>>> from tilewise.plan import BUSY, CHECK_VERSION, UNIT_FORGOTTEN, is_busy, question_of
+>>> is_busy(BUSY["cpu"], "cpu"), CHECK_VERSION >= 1, bool(question_of(str(UNIT_FORGOTTEN)))
+(False, True, False)
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tilewise.problems.limits import INT64_MAX
 __all__ = [
     "BUSY",
     "CHECK_VERSION",
+    "UNIT_FORGOTTEN",
     "Config",
     "Error",
     "Measurement",
@@ -35,8 +36,12 @@ __all__ = [
 
 Value = int | float | str | bool | tuple[int, ...]
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-ASKED_ABOUT = 2**20
-"""Bytes below which text without a unit is asked about: nobody gives a kernel so little without a word on it."""
+UNIT_FORGOTTEN = 2**16
+"""Bytes below which a limit of memory that is a mere number was surely meant in a larger unit.
+
+Hardly any kernel can work in less than 64 KiB, so nobody sets such a limit on purpose. The unit left out is mostly MiB,
+and 2^16 MiB are 64 GiB, more than most limits. What some do set on purpose, the size of a CPU's cache, is larger.
+"""
 LETTER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG])", re.IGNORECASE)
 POWERS = {"K": (3, 10), "M": (6, 20), "G": (9, 30)}
 """By letter, the powers of ten and of two that it may stand for."""
@@ -427,7 +432,7 @@ def question_of(size: str) -> str:
             f"{letter} may mean 10^{ten} or 2^{two} bytes; {count}{letter}B would do for the one, {count}{letter}iB "
             "for the other"
         )
-    if text.isdecimal() and 0 < int(text[:30]) < ASKED_ABOUT:
+    if text.isdecimal() and 0 < int(text[:30]) < UNIT_FORGOTTEN:
         return f"{text} of what? {text}B would do for bytes, {text}MiB for 2^20 of them"
     return ""
 

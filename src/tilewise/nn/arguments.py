@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from tilewise.nn.notices.channel import warn
+from tilewise.plan import UNIT_FORGOTTEN
 from tilewise.settings import OPTIONS, Settings, described, listed
 
 __all__ = ["check_function", "check_model", "examples_of", "in_line", "settings_of", "takes", "unwrapped"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-FEW_BYTES = 4096
-"""A limit below this is warned of: hardly a kernel can use so little, and no limit in MiB is larger."""
 ARGUMENTS = {
     "settings": "options as one value, :class:`tilewise.Settings`; options given besides replace its own.",
     "filter_fn": "``filter_fn(name, module)`` says which modules may be swapped; all by default.",
@@ -167,5 +166,5 @@ def _warn_of_few_bytes(settings: Settings) -> None:
     """
     for name in ("workspace", "total_workspace", "memory_limit"):
         size = getattr(settings, name)
-        if isinstance(size, int) and 0 < size < FEW_BYTES:
+        if isinstance(size, int) and 0 < size < UNIT_FORGOTTEN:
             warn(f"{name}={size} is {size} bytes; {name}='{size}MiB' would do for 2^20 of them", UserWarning)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tilewise import solvers
-from tilewise.plan import Config, Measurement, format_bytes, parse_bytes
+from tilewise.plan import UNIT_FORGOTTEN, Config, Measurement, format_bytes, parse_bytes
 from tilewise.problems.base import Problem
 from tilewise.solvers import Solver, Split
 
@@ -32,8 +32,6 @@ MOST_DIGITS = 4
 """Most digits of a GPU's number."""
 EXCLUDED = "left out by exclude"
 """The reason given for a candidate whose solver the options exclude."""
-SMALL = 1024
-"""Bytes of workspace below which somebody may have left out the unit."""
 
 
 class NoPlanError(RuntimeError):
@@ -174,7 +172,7 @@ def no_plan_text(problem: Problem, options: Options, log: Sequence[Measurement])
     least = f"; undivided, the least that a solver needs is {format_bytes(over[0].workspace or 0)}" if over else ""
     lines = [f"no plan for {problem.key} under {limit}{least}:"]
     lines += dict.fromkeys(f"  {m.solver} {m.config}: {m.reason}" for m in (*over, *log) if m.reason)
-    if options.workspace is not None and options.workspace < SMALL:  # 64 may be meant as MiB; this line is the last
+    if options.workspace is not None and options.workspace < UNIT_FORGOTTEN:  # this line, the last, is read
         few = format_bytes(options.workspace)
         lines.append(f"workspace={options.workspace}: {few} is less than kernels need; text such as '64MiB' would do")
     return "\n".join(lines)
