@@ -8,6 +8,7 @@ stays in Python.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise import solvers
 from tilewise.kernels.cpu.recording import Launched, recorder
-from tilewise.machine.workspaces import aligned
+from tilewise.machine.workspaces import GRAIN, Workspaces
 from tilewise.plan import Plan
 from tilewise.solvers import Split
 
-__all__ = ["Called", "Launch", "NotRecorded", "Recorded", "Shown", "recorded"]
+__all__ = ["Called", "Launch", "NotRecorded", "Recorded", "Shown", "TwoPlaces", "recorded"]
 
 CPU = torch.device("cpu")
 MAKE_EMPTY = {"aten::empty", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::empty_like"}
@@ -90,6 +91,11 @@ class _Operated(NamedTuple):
 class _Watch(TorchDispatchMode):
     """Writes down the operators that run."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """That it should would import all of Dynamo, which takes longer than loading a network."""
+        return False
+
     def __init__(self, events: list[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._events = events
@@ -100,11 +106,37 @@ class _Watch(TorchDispatchMode):
         return found
 
 
-def recorded(bound: Any, tensors: Sequence[Tensor], constants: Mapping[int, Tensor]) -> Recorded:
+class TwoPlaces:
+    """The memory of the two runs, which plans that are recorded one after the other use again.
+
+    New memory is mapped page by page as it is first written, which takes longer than most plans take to run.
+    """
+
+    def __init__(self) -> None:
+        self._buffers = Workspaces(), Workspaces()
+
+    def given(
+        self, place: int, tensors: Sequence[Tensor], constants: Mapping[int, Tensor], workspace: int
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """What a plan runs on at ``place``, 0 or 1: zeros that lie as ``tensors`` do, and a workspace."""
+        sizes = [0 if i in constants else _extent(t) for i, t in enumerate(tensors)]
+        begins = list(itertools.accumulate((size + GRAIN - size % GRAIN for size in (*sizes, workspace)), initial=0))
+        buffer = self._buffers[place].take(begins[-1], CPU)  # pieces do not touch: ends of one are no part of another
+        pieces = [buffer.narrow(0, begin, size) for begin, size in zip(begins, (*sizes, workspace), strict=False)]
+        given = [
+            constants[i] if i in constants else piece.zero_().view(t.dtype).as_strided(t.shape, t.stride())
+            for i, (t, piece) in enumerate(zip(tensors, pieces, strict=False))
+        ]
+        return given, pieces[-1] if workspace else None
+
+
+def recorded(
+    bound: Any, tensors: Sequence[Tensor], constants: Mapping[int, Tensor], places: TwoPlaces | None = None
+) -> Recorded:
     """What ``bound`` does for ``tensors``: operands, bias and residual where the problem has them, and the result.
 
     ``constants`` are those of them that are the same at every call, by their index; the others only say how tensors
-    lie. Raises :class:`NotRecorded`.
+    lie. The plan runs in the memory of ``places``, or in new memory. Raises :class:`NotRecorded`.
     """
     problem = bound.problem
     if len(problem.operands) != 2 or len(problem.results) != 1:
@@ -116,9 +148,6 @@ def recorded(bound: Any, tensors: Sequence[Tensor], constants: Mapping[int, Tens
     if name := _runs_at_once(bound.plan):
         raise NotRecorded(f"the parts of {name} run at once, in threads of their own")
 
-    def given() -> list[Tensor]:
-        return [constants[i] if i in constants else _elsewhere(t) for i, t in enumerate(tensors)]
-
     def run(given: Sequence[Tensor], workspace: Tensor | None) -> None:
         operands, out = given[:2], given[-1]
         rest = list(given[2:-1])
@@ -126,8 +155,10 @@ def recorded(bound: Any, tensors: Sequence[Tensor], constants: Mapping[int, Tens
         bound.run_in(workspace, *operands, bias, out, rest.pop(0) if rest else None)
 
     with torch.no_grad(), torch.inference_mode(False):
-        run(given(), _workspace(bound))  # prepares constant filters
-        first, second = _watched(run, given(), _workspace(bound)), _watched(run, given(), _workspace(bound))
+        places = places or TwoPlaces()
+        one, other = (places.given(place, tensors, constants, bound.workspace) for place in (0, 1))
+        run(*one)  # prepares constant filters
+        first, second = _watched(run, *one), _watched(run, *other)
     return _Comparison(first, second, bound).recorded()
 
 
@@ -144,16 +175,6 @@ def _watched(run: Callable[..., None], given: list[Tensor], workspace: Tensor | 
     with recorder.recording() as (events, held), _Watch(events):
         run(given, workspace)
     return _Run((*given, *(() if workspace is None else (workspace,))), events, held)
-
-
-def _workspace(bound: Any) -> Tensor | None:
-    """A workspace for one run."""
-    return aligned(bound.workspace, CPU) if bound.workspace else None
-
-
-def _elsewhere(like: Tensor) -> Tensor:
-    """A tensor that lies as ``like`` does, of zeros."""
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=CPU).zero_()
 
 
 def _runs_at_once(plan: Plan) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.execute.recorded import Called, Launch, NotRecorded, Recorded, Shown, recorded
+from tilewise.execute.recorded import Called, Launch, NotRecorded, Recorded, Shown, TwoPlaces, recorded
 from tilewise.kernels.cpu.threads import openmp_addresses
 from tilewise.kernels.native.programs import loading
 from tilewise.nn.programs.arena import Use, lives_of, packed
@@ -122,10 +122,11 @@ def native_program(program: Any, *, checked: bool = True) -> Native:
     """
     made = _List(_values(program))
     in_python: dict[int, str] = {}
+    memory = TwoPlaces()
     for number, step in enumerate(program.steps):
         if step.plan is not None:
             try:
-                _add_plan(made, program, number, check=checked)
+                _add_plan(made, program, number, memory, check=checked)
                 continue
             except NotRecorded as error:
                 in_python[number] = str(error)
@@ -222,12 +223,12 @@ def _told(value: Any, inputs: Sequence[int]) -> Any:
     return value
 
 
-def _add_plan(made: _List, program: Any, number: int, *, check: bool) -> None:
+def _add_plan(made: _List, program: Any, number: int, memory: TwoPlaces, *, check: bool) -> None:
     """Append what a plan does. Raises :class:`NotRecorded`."""
     step: Step = program.steps[number]
     slots = [program.slots[index] for index in (*step.inputs, step.output)]
     constants = {i: slot.tensor.detach() for i, slot in enumerate(slots) if slot.tensor is not None}
-    done = recorded(step.plan, [_empty(slot) for slot in slots], constants)
+    done = recorded(step.plan, [_empty(slot) for slot in slots], constants, memory)
     if check and (reason := _difference(program, number, done)):
         raise NotRecorded(reason)
     _add_recorded(made, program, number, done)

@@ -280,22 +280,24 @@ class LastTiles(FinishingRun):
             for first in range(0, divided.channels, divided.channels_at_once):
                 some = source[first : first + divided.channels_at_once]
                 copy[: len(some), ..., : divided.outputs].copy_(some)
-                for i in range(len(some)):
-                    self._transform(copy[i].data_ptr(), kept.data_ptr() + group * divided.group_bytes, first + i)
+                self._transform(copy, kept.data_ptr() + group * divided.group_bytes, first, len(some))
 
-    def _transform(self, source: int, target: int, channel: int) -> None:
-        """Transform the filters of one channel, whose taps lie row by row with all outputs side by side."""
+    def _transform(self, copy: torch.Tensor, target: int, first: int, count: int) -> None:
+        """Transform the filters of ``count`` channels from ``first`` on: rows of taps, with outputs side by side."""
         divided = self._blocked
         column, vector = divided.chunks * divided.lanes * NUMBER, divided.lanes * NUMBER
+        width, panel_bytes = divided.width * NUMBER, divided.panel_bytes
+        row, down = divided.taps[1] * column, divided.points[1]
+        source, channel = copy.data_ptr(), math.prod(divided.taps) * column
         for panel in range(divided.panels):
             vectors = divided.last if panel == divided.panels - 1 else divided.vectors
             line = vectors * vector
-            there = target + panel * divided.panel_bytes + channel * line
             point = divided.channels * line
-            self._filter(
-                source + panel * divided.width * NUMBER, divided.taps[1] * column, column, vector, there,
-                divided.points[1] * point, point, vector, vectors,
-            )  # fmt: skip
+            here, there = source + panel * width, target + panel * panel_bytes + first * line
+            for i in range(count):
+                self._filter(
+                    here + i * channel, row, column, vector, there + i * line, down * point, point, vector, vectors
+                )
 
     def filters(self, b: torch.Tensor, workspace: torch.Tensor) -> int:
         """Those that may change are transformed at every call."""
