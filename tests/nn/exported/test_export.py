@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from tests.nn.regions.kept import First, net
 from torch import nn
 
 import tilewise
 from tilewise.nn import ExportError
+from tilewise.nn.regions import ways
+from tilewise.problems.pooling.problem import PoolingProblem
 
 pytest.importorskip("numba")
 BOUND = 2e-5
@@ -66,10 +69,35 @@ def test_a_process_without_the_model_gives_its_results(tmp_path: Path) -> None:
         "import sys, torch, tilewise; folder = sys.argv[1];"
         "y = tilewise.load_exported(folder + '/net')(torch.load(folder + '/x', weights_only=True));"
         "assert not any(name.startswith('tests') for name in sys.modules);"
+        "assert 'torch._dynamo' not in sys.modules, 'which takes seconds to import';"
         "torch.save(y, folder + '/y')"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=tmp_path, timeout=300)
     assert_near(torch.load(tmp_path / "y", weights_only=True), by_torch(model, x))
+
+
+@pytest.mark.parametrize("pooling", [nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2)], ids=str)
+def test_a_pooling_by_a_plan(pooling: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of poolings are told to be the fastest, so that they are taken. They have no filter."""
+    monkeypatch.setattr(ways.Times, "of", lambda self, key, run: 0.0 if isinstance(key[0], PoolingProblem) else 1e3)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), pooling, nn.Conv2d(8, 4, 1)).eval()
+    x, path = torch.randn(2, 3, 13, 11), tmp_path / "model"
+    program = exported(model, x, path)
+    assert_near(program(x), by_torch(model, x))
+    with safe_open(path, framework="pt") as file:
+        document, tensors = json.loads(file.metadata()["tilewise"]), {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+    steps = document["programs"][0]["program"]["steps"]
+    (pool,) = (step for step in steps if step.get("plan", {}).get("problem", "").startswith("pool "))
+    for change, words in (
+        ({"inputs": pool["inputs"] * 2}, "has 3 tensors: 2 would do"),
+        ({"inputs": [pool["output"]]}, "x is float32"),
+        ({"plan": {**pool["plan"], "problem": pool["plan"]["problem"].replace("inference", "training")}}, "one tensor"),
+    ):
+        steps[steps.index(pool)] = changed = {**pool, **change}
+        save_file(tensors, path, metadata={"tilewise": json.dumps(document)})
+        with pytest.raises(ExportError, match=words):
+            tilewise.load_exported(path)
+        steps[steps.index(changed)] = pool
 
 
 def test_examples_of_several_sizes_share_their_filters(tmp_path: Path) -> None:

@@ -180,22 +180,25 @@ class Reading:
         return Step(name, inputs, output, run=copied)
 
     def _plan(self, data: Any, slots: list[Slot], places: tuple[int, ...], where: str) -> Any:
-        """A plan bound to tensors that lie as the slots at ``places`` say: operands, what is added, and the result."""
+        """A plan bound to tensors that lie as the slots at ``places`` say: operands, what is added, and the result.
+
+        The plan computes one tensor, of an image alone (a pooling) or of an image and a constant filter.
+        """
         told = _object(data, where)
         key = _text(told, "problem", where)
         try:
             problem, plan = from_key(key), Plan.from_json(told.get("plan"))
         except (ValueError, PlanFormatError) as error:
             raise ExportError(f"{where}: {error}") from error
-        if problem.device != "cpu" or len(problem.operands) != 2 or len(problem.results) != 1:
-            raise ExportError(f"{where}: {key}: the product of two tensors on the CPU would do")
+        if problem.device != "cpu" or len(problem.operands) > 2 or len(problem.results) != 1:
+            raise ExportError(f"{where}: {key}: what computes one tensor on the CPU from one or two would do")
         _check_tensors(problem, slots, places, where)
-        x, w = slots[places[0]], slots[places[1]]
+        x, *filters = (slots[index] for index in places[: len(problem.operands)])
         bound = self._bound.get((problem, plan))
         if bound is None:
             first = torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="cpu")
             try:
-                bound = execute.bind(plan, problem, first, w.tensor)
+                bound = execute.bind(plan, problem, first, *(w.tensor for w in filters))
             except execute.PlanMismatch as error:
                 raise ExportError(f"{where}: {error}") from error
             except SolverUnavailable as error:
@@ -223,7 +226,7 @@ def _check_tensors(problem: Problem, slots: list[Slot], places: tuple[int, ...],
             raise ExportError(f"{where}: {role} is {slot}: {wanted} would do")
         if offset_in_root(slots, index) * slot.dtype.itemsize % alignment:
             raise ExportError(f"{where}: {role} begins between two multiples of {alignment} bytes")
-    if slots[places[1]].tensor is None:
+    if len(problem.operands) > 1 and slots[places[1]].tensor is None:
         raise ExportError(f"{where}: its second input is no constant: the filter would do")
 
 
