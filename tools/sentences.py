@@ -17,11 +17,11 @@ WORD = re.compile(r"[A-Za-z0-9]")
 
 
 def _text(inline: Token) -> str:
-    """The words of a paragraph as they are read: of links their text, and code as one word."""
+    """The words of a paragraph as they are read: of links their text, and code as one word, in its backticks."""
     found = []
     for child in inline.children or []:
         if child.type == "code_inline":
-            found.append(child.content.replace(" ", "_"))
+            found.append(f"`{child.content.replace(' ', '_')}`")
         elif child.type in ("softbreak", "hardbreak"):
             found.append(" ")
         elif child.type == "text":
@@ -29,18 +29,21 @@ def _text(inline: Token) -> str:
     return "".join(found)
 
 
-def paragraphs(markdown: str) -> Iterator[str]:
-    """The paragraphs of a page, and the points of its lists; no headings, tables, code or displayed formulas."""
+def paragraphs(markdown: str, kinds: tuple[str, ...] = ("paragraph",)) -> Iterator[str]:
+    """The paragraphs of a page, and the points of its lists; of ``kinds`` that name ``td``, its tables' cells as well.
+
+    There are no headings, code or displayed formulas among them.
+    """
     tokens = MarkdownIt("commonmark").enable("table").parse(re.sub(r"\$\$.*?\$\$", "", markdown, flags=re.DOTALL))
     for before, token in itertools.pairwise(tokens):
-        if token.type == "inline" and before.type == "paragraph_open":
+        if token.type == "inline" and before.type.removesuffix("_open") in kinds:
             yield _text(token)
 
 
-def sentences(markdown: str) -> list[str]:
-    """All sentences of a page. A formula counts as one word."""
+def sentences(markdown: str, kinds: tuple[str, ...] = ("paragraph",)) -> list[str]:
+    """All sentences of a page's :func:`paragraphs`. A formula counts as one word."""
     found = []
-    for paragraph in paragraphs(markdown):
+    for paragraph in paragraphs(markdown, kinds):
         plain = re.sub(r"\$[^$]+\$", "formula", paragraph)
         found += [sentence.strip() for sentence in END.split(plain) if WORD.search(sentence)]
     return found
