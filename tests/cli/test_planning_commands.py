@@ -213,7 +213,8 @@ def test_explain(run, check_document):
     chosen = [candidate for candidate in document["candidates"] if candidate["chosen"]]
     assert [candidate["solver"] for candidate in chosen] == [document["plan"]["solver"]]
     timed = [candidate for candidate in document["candidates"] if not candidate["reason"] and not candidate["chosen"]]
-    assert all(" slower" in candidate["why_not"] or "faster" in candidate["why_not"] for candidate in timed)
+    reasons = (" slower", "faster", "as fast as")  # of two that are equally fast by chance
+    assert all(any(words in candidate["why_not"] for words in reasons) for candidate in timed), timed
     assert "for dgrad" in document["answer"]
     assert "[" not in document["answer"]
     from tilewise.problems.conv.problem import ConvProblem

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from tilewise.cli.given.early import check_asked, check_budget, check_file, check_target
+from tilewise.cli.given.early import check_asked, check_budget, check_file, check_target, kind_of_text
 from tilewise.cli.helped import Helped
 from tilewise.cli.program import NO_PLAN, BadInput, bad_input
 from tilewise.cli.settings import (
@@ -20,6 +20,7 @@ from tilewise.cli.settings import (
     planning_options,
     shared_option,
 )
+from tilewise.machine.files import TRACE, TRACE_ENDINGS, checked_path
 
 if TYPE_CHECKING:
     from tilewise.planner import Options, Schedule
@@ -106,6 +107,8 @@ class TimeAsked:
         check_asked(self.settings)
         check_budget(self.total_workspace, self.policy)
         check_target(self.target, self.settings, self.passes)
+        if self.trace is not None:
+            check_trace(self.trace, whole=not kind_of_text(self.target) and not self.passes)
 
     def carry_out(self, ctx: click.Context, fronts: bool, as_json: bool) -> int:
         """Time and print; how many passes have no plan. Raises :class:`BadInput`."""
@@ -134,8 +137,6 @@ class TimeAsked:
         if schedule is not None:
             settings, options = following(ctx, settings, schedule)
         resolved = resolve(self.target, settings, self.passes)
-        if self.trace is not None:
-            check_trace(self.trace, whole=resolved.network is not None and not self.passes)
         planner = make_planner(self.devices, resolved.device)
         divided = divide_target(resolved, options, planner, budget)
         plans = plan_target(resolved, options, planner, schedule, divided.limits)
@@ -191,12 +192,10 @@ def show_times(
 
 def check_trace(file: str, *, whole: bool) -> None:
     """Raise :class:`BadInput` for a file that no time line can be written to, and where no ``whole`` step is timed."""
-    from tilewise.nn.step.timeline import checked_file
-
     if not whole:
         raise BadInput(f"--trace {file!r}: it is of a whole training step; NET without --pass would do")
     with bad_input("--trace"):
-        checked_file(file)
+        checked_path(file, TRACE_ENDINGS, TRACE)
 
 
 def load(file: str) -> Schedule:

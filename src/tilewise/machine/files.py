@@ -14,10 +14,31 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["replacing", "whole_file"]
+__all__ = ["TRACE", "TRACE_ENDINGS", "checked_path", "replacing", "whole_file"]
 
+TRACE_ENDINGS, TRACE = (".json", ".json.gz"), "tilewise-trace.json"
+"""How names of files of time lines end, and that of one where none is given."""
 LONGEST = 100
 """Bytes of a file's name that are kept in the name beside it; file systems allow 255 with what is added."""
+
+
+def checked_path(file: object, endings: tuple[str, ...], example: str) -> Path:
+    """``file`` as the path of a file to write, whose name has one of ``endings``.
+
+    Raises ``ValueError`` for something that is no path, which says that ``example`` would do, for another ending, and
+    for a folder that is missing or not one.
+
+    >>> checked_path("step.json", (".json", ".json.gz"), "tilewise-trace.json").name
+    'step.json'
+    """
+    if not isinstance(file, str | os.PathLike) or not str(file):
+        raise ValueError(f"file={file!r:.80}: a path such as {example!r} would do")
+    path = Path(file)
+    if not path.name.endswith(endings):
+        raise ValueError(f"file={str(file)!r}: a name that ends in {' or '.join(endings)} would do")
+    if not path.parent.is_dir():
+        raise ValueError(f"file={str(file)!r}: there is no folder {str(path.parent)!r}; one that exists would do")
+    return path
 
 
 def _no_file(text: str) -> Exception:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from tilewise import solvers
+from tilewise.machine.files import TRACE, TRACE_ENDINGS, checked_path
 from tilewise.nn.arguments import check_function, check_model, examples_of, unwrapped
 from tilewise.nn.background.later import PENDING
 from tilewise.nn.background.model import work_of
@@ -24,7 +25,7 @@ from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.swaps import swapped
 from tilewise.nn.region_report import RegionLine, RegionReport
 from tilewise.nn.step.result import StepReport
-from tilewise.nn.step.timeline import DEFAULT, StepSource, checked_file, write_timeline
+from tilewise.nn.step.timeline import StepSource, write_timeline
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem
 
@@ -184,7 +185,7 @@ class Report:
 
     def trace(
         self,
-        file: str | os.PathLike[str] = DEFAULT,
+        file: str | os.PathLike[str] = TRACE,
         example_inputs: object = None,
         *,
         step: Callable[[Any], object] | None = None,
@@ -209,7 +210,7 @@ class Report:
             tilewise.optimize(model, images)
             tilewise.summary(model).trace("step.json")
         """
-        path = checked_file(file)
+        path = checked_path(file, TRACE_ENDINGS, TRACE)
         check_function("step", step, "model")
         if self.source is None:
             raise ValueError("trace: this report is of no model; tilewise.summary(model) of an optimized one would do")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,10 +18,8 @@ from tilewise.machine.files import replacing
 from tilewise.nn.step.step import Step
 from tilewise.nn.step.trace import profiled, why_not_traced
 
-__all__ = ["DEFAULT", "StepSource", "checked_file", "write_timeline"]
+__all__ = ["StepSource", "write_timeline"]
 
-DEFAULT = "tilewise-trace.json"
-"""The name of a file of a time line where none is given."""
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types of values in examples that are kept. Others, such as tensors, are kept only as long as the program has them."""
 WARM = 2
@@ -75,22 +72,6 @@ def _held(leaf: object) -> Callable[[], object]:
     except TypeError:
         return lambda: GONE
     return lambda: GONE if reference() is None else reference()
-
-
-def checked_file(file: object) -> Path:
-    """``file`` as a path that a trace may be written to.
-
-    Raises ``ValueError`` for something that is no path, another ending than .json or .json.gz, and a folder that is
-    missing or not one.
-    """
-    if not isinstance(file, str | os.PathLike) or not str(file):
-        raise ValueError(f"file={file!r:.80}: a path such as {DEFAULT!r} would do")
-    path = Path(file)
-    if not path.name.endswith((".json", ".json.gz")):
-        raise ValueError(f"file={str(file)!r}: a name that ends in .json or .json.gz would do")
-    if not path.parent.is_dir():
-        raise ValueError(f"file={str(file)!r}: there is no folder {str(path.parent)!r}; one that exists would do")
-    return path
 
 
 def write_timeline(step: Step, file: Path, facts: Mapping[str, object]) -> None:
