@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.gemm.activations import activated
 from tilewise.kernels.triton.implicit_gemm import unscaled
 
 __all__ = ["add_shares", "direct_gemm", "direct_gradient", "split_filters"]
@@ -197,20 +198,22 @@ def _steps(
     ]
 )  # fmt: skip
 def direct_gemm(
-    images, filters, peaks, exponents, out, bias,
+    images, filters, peaks, exponents, out, bias, residual,
     places, chunks, outs, channels, products, row, low, depth, height, width, size_d, size_h, size_w,
     start_d, start_h, start_w, step_d, step_h, step_w, tap_d, tap_h, tap_w,
     x_n, x_c, x_d, x_h, x_w, xt_d, xt_h, xt_w, y_n, y_c, y_d, y_h, y_w,
     TAPS_D: tl.constexpr, TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, LAST: tl.constexpr,
     BOUND_D: tl.constexpr, BOUND_H: tl.constexpr, BOUND_W: tl.constexpr, WHOLE: tl.constexpr, K_FIRST: tl.constexpr,
-    RUN: tl.constexpr, RUN_OUT: tl.constexpr, ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
+    RUN: tl.constexpr, RUN_OUT: tl.constexpr, ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, WIDE: tl.constexpr,
     PROMOTE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``outs`` results for each of ``places`` (images * depth * height * width, the last fastest).
 
-    ``peaks`` holds ``chunks`` largest exponents of every image; ``BIAS`` adds to each result its number of ``bias``.
-    ``x_*`` and ``y_*`` are strides, ``xt_*`` elements
-    between taps; ``filters`` are rows of ``row`` high parts, and ``low`` elements further on the low ones.
+    ``peaks`` holds ``chunks`` largest exponents of every image; ``BIAS`` adds to each result its channel's number of
+    ``bias``, ``RESIDUAL`` that of ``residual``, which lies as ``out`` does; the activation follows. ``x_*`` and ``y_*``
+    are strides, ``xt_*`` elements between taps; ``filters`` are rows of ``row`` high parts, and ``low`` elements
+    further on the low ones.
     ``WHOLE``: ``products`` is a multiple of ``BLOCK_K``. ``RUN``, ``RUN_OUT``: so many places that follow each other do
     so in memory, aligned, where these are read and written. Grid: tiles, channels fastest, so that programs that run
     together share places.
@@ -248,11 +251,14 @@ def direct_gemm(
     acc = unscaled(acc, exponent[:, None] + tl.load(exponents + o % outs)[None, :] - 282)
     if BIAS:
         acc += tl.load(bias + o % outs)[None, :]
-    target = out + (y_place[:, None] + (o.to(y_place.dtype) * y_c)[None, :])
+    at = y_place[:, None] + (o.to(y_place.dtype) * y_c)[None, :]
     mask = valid[:, None] & (o < outs)[None, :]
     if ACCUMULATE:
-        acc += tl.load(target, mask=mask, other=0.0)
-    tl.store(target, acc, mask=mask)
+        acc += tl.load(out + at, mask=mask, other=0.0)
+    if RESIDUAL:
+        acc += tl.load(residual + at, mask=mask, other=0.0)
+    acc = activated(acc, ACTIVATION, FIRST, SECOND)
+    tl.store(out + at, acc, mask=mask)
 
 
 @triton.jit(

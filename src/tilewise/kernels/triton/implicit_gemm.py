@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.gemm.activations import activated
+
 __all__ = [
     "add_partials", "filter_rows", "gather_gemm", "gradient_gemm", "one_step", "planes_of", "steps_along", "unscaled",
     "write",
@@ -72,8 +74,9 @@ def _sides(values):
 
 @triton.jit
 def _write(
-    acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, SCALED: tl.constexpr,
-    ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, ALIGNED: tl.constexpr,
+    acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, residual,
+    SCALED: tl.constexpr, ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of results."""
     # Pixels first: where nothing is known of strides, Triton lets neighbouring threads walk the first dimension.
@@ -88,24 +91,29 @@ def _write(
     if ALIGNED > 0:
         # By arithmetic: what is said of a parameter by ``multiple_of`` is lost with the function's call.
         place = place // ALIGNED * ALIGNED
-        pointers = out + (place[:, None] + o.to(place.dtype)[None, :])
+        at = place[:, None] + o.to(place.dtype)[None, :]
     else:
-        pointers = out + (place[:, None] + (o.to(place.dtype) * y_c)[None, :])
+        at = place[:, None] + (o.to(place.dtype) * y_c)[None, :]
     if ACCUMULATE:
-        acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
+        acc += tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        acc += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    acc = activated(acc, ACTIVATION, FIRST, SECOND, out.dtype.element_ty.primitive_bitwidth)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def write(
-    acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, SCALED: tl.constexpr,
-    ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, ALIGNED: tl.constexpr,
+    acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, residual,
+    SCALED: tl.constexpr, ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Results ``acc`` [channels ``o``, places] where they belong, back at the operands' scale.
 
-    ``BIAS`` adds to each channel its number of ``bias``.
+    ``BIAS`` adds to each channel its number of ``bias``, ``RESIDUAL`` to each result the number of ``residual``, which
+    lies as ``out`` does. The activation follows.
     """
-    if ACCUMULATE:
+    if ACCUMULATE or RESIDUAL:
         # Quarter by quarter: what is added to would be read all at once, and there are no registers to hold it.
         acc_0, acc_1 = _sides(acc)
         place_0, place_1 = _sides(place)
@@ -117,14 +125,14 @@ def write(
             valid_l, valid_r = _sides(valid_1 if side else valid_0)
             image_l, image_r = _sides(image_1 if side else image_0)
             _write(left, out, o, channels, y_c, place_l, valid_l, image_exponents, filter_exponents, image_l, bias,
-                   SCALED, ACCUMULATE, BIAS, ALIGNED)  # fmt: skip
+                   residual, SCALED, ACCUMULATE, BIAS, RESIDUAL, ACTIVATION, FIRST, SECOND, ALIGNED)  # fmt: skip
             tl.debug_barrier()
             _write(right, out, o, channels, y_c, place_r, valid_r, image_exponents, filter_exponents, image_r, bias,
-                   SCALED, ACCUMULATE, BIAS, ALIGNED)  # fmt: skip
+                   residual, SCALED, ACCUMULATE, BIAS, RESIDUAL, ACTIVATION, FIRST, SECOND, ALIGNED)  # fmt: skip
             tl.debug_barrier()
     else:
-        _write(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, SCALED,
-               ACCUMULATE, BIAS, ALIGNED)  # fmt: skip
+        _write(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, residual,
+               SCALED, ACCUMULATE, BIAS, RESIDUAL, ACTIVATION, FIRST, SECOND, ALIGNED)  # fmt: skip
 
 
 @triton.jit
@@ -188,11 +196,12 @@ def steps_along(
     ]
 )  # fmt: skip
 def gather_gemm(
-    images, filters, image_exponents, filter_exponents, out, bias,
+    images, filters, image_exponents, filter_exponents, out, bias, residual,
     pixels, channels, depth, height, width, x_n, x_d, x_h, x_w, steps, taps_h, taps_w, xt_d, xt_h, xt_w,
     f_row, ft_d, ft_h, ft_w, row_channels, y_n, y_c, y_d, y_h, y_w,
     PLANES: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
-    ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+    ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_O: tl.constexpr, MORE_O: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
     """``channels`` results for each of ``pixels`` (images * depth * height * width, the last fastest).
@@ -244,11 +253,11 @@ def gather_gemm(
         place = image.to(tl.int64) * y_n + d.to(tl.int64) * y_d + h.to(tl.int64) * y_h + w.to(tl.int64) * y_w
     else:
         place = image * y_n + d * y_d + h * y_h + w * y_w
-    write(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, SCALED, ACCUMULATE,
-          BIAS, ALIGNED)  # fmt: skip
+    write(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, residual,
+          SCALED, ACCUMULATE, BIAS, RESIDUAL, ACTIVATION, FIRST, SECOND, ALIGNED)  # fmt: skip
     if MORE_O > 0:
         write(acc_more, out, o_more, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias,
-              SCALED, ACCUMULATE, BIAS, ALIGNED)  # fmt: skip
+              residual, SCALED, ACCUMULATE, BIAS, RESIDUAL, ACTIVATION, FIRST, SECOND, ALIGNED)  # fmt: skip
 
 
 @triton.jit(

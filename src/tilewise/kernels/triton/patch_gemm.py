@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.gemm.activations import activated
+
 __all__ = ["add_partials", "gathered_gemm"]
 
 
@@ -79,13 +81,14 @@ def _load(pointers, valid, INNER: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "columns", "depth", "share"])
 def gathered_gemm(
-    a, b, out, rows, columns, depth, share,
+    a, b, out, bias, residual, rows, columns, depth, share,
     A_ROWS: tl.constexpr, A_DEPTH: tl.constexpr, A_INNER: tl.constexpr, A_RUN: tl.constexpr, A_ADDS: tl.constexpr,
     B_COLUMNS: tl.constexpr, B_DEPTH: tl.constexpr, B_INNER: tl.constexpr, B_RUN: tl.constexpr, B_ADDS: tl.constexpr,
     OUT_ROWS: tl.constexpr, OUT_COLUMNS: tl.constexpr, OUT_INNER: tl.constexpr, OUT_RUN: tl.constexpr,
     EVEN_R: tl.constexpr, EVEN_C: tl.constexpr, EVEN_D: tl.constexpr,
     RUN_R: tl.constexpr, RUN_C: tl.constexpr, RUN_D: tl.constexpr,
-    SPLIT: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr,
+    SPLIT: tl.constexpr, ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out[r, c] = sum over d of a[r, d] * b[d, c], in fp32.
@@ -93,7 +96,8 @@ def gathered_gemm(
     ``*_INNER``: depth (of ``out``: columns) is the index along which a tensor lies contiguous, in aligned runs of
     ``*_RUN``; it divides all places along the other. ``*_ADDS``: the place of depth d0 + j is that of d0 plus that of j
     for j below ``BLOCK_D`` and its multiples d0. ``EVEN_*``: tiles divide sizes. ``RUN_*`` divide sizes, powers
-    of two.
+    of two. ``BIAS`` adds to each row its number of ``bias``, ``RESIDUAL`` to each result that of ``residual``, which lies
+    as ``out`` does; the activation follows.
 
     Grid (tiles, shares): a program sums ``share`` steps of ``BLOCK_D``, with ``SPLIT`` into its own [rows, columns] of
     ``out``. Tiles are walked ``GROUP`` rows of tiles at a time, rows fastest, so that programs that run together share
@@ -135,8 +139,14 @@ def gathered_gemm(
     if SPLIT:
         out += tl.multiple_of(tl.program_id(1).to(tl.int64) * rows * columns, OUT_RUN)
     target = _pointers(out, r_read, c_read, OUT_ROWS, OUT_COLUMNS, OUT_INNER, OUT_RUN, WIDE)
+    if BIAS:
+        acc += tl.load(bias + r_read).to(tl.float32)[:, None]
     if OUT_INNER:
         acc = acc.T
+    if RESIDUAL:  # beyond the last rows and columns it is that of the first ones, as the pointers are
+        like = _pointers(residual, r_read, c_read, OUT_ROWS, OUT_COLUMNS, OUT_INNER, OUT_RUN, WIDE)
+        acc += tl.load(like).to(tl.float32)
+    acc = activated(acc, ACTIVATION, FIRST, SECOND, out.dtype.element_ty.primitive_bitwidth)
     if EVEN_R and EVEN_C:
         if ACCUMULATE:
             acc += tl.load(target).to(tl.float32)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tilewise.problems.activations import activation_kind, activation_parameters
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.common.buffers import Slot
@@ -16,10 +17,13 @@ from tilewise.solvers.common.buffers import Slot
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch
 
-__all__ = ["OUT", "A", "B", "View", "at", "counted", "group_views", "launch", "within"]
+__all__ = ["OUT", "A", "B", "View", "at", "counted", "epilogue", "group_views", "launch", "residual_like", "within"]
 
 A, B, OUT, WORKSPACE, BIAS = range(5)
-"""Numbers of the tensors that a launch's pointers refer to: operands, result, workspace and bias."""
+"""Numbers of the tensors that a launch's pointers refer to: operands, result, workspace and bias.
+
+A residual follows the bias, and has its number where there is none.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,17 @@ def _bias(p: ConvProblem, channel: int) -> Any:
 
     dtype = p.torch_dtype(p.result)
     return Pointer(BIAS, channel * dtype.itemsize, dtype) if p.bias else None
+
+
+def residual_like(p: ConvProblem, result: Any) -> Any:
+    """The pointer to what is added to the numbers at the pointer ``result``; ``result`` where there is no residual."""
+    return replace(result, source=BIAS + p.bias) if p.residual else result
+
+
+def epilogue(p: ConvProblem) -> dict[str, Any]:
+    """A kernel's compile-time constants for what follows sums and bias: the residual, and the activation."""
+    first, second, *_ = (*activation_parameters(p.activation), 0.0, 0.0)
+    return {"RESIDUAL": p.residual, "ACTIVATION": activation_kind(p.activation), "FIRST": first, "SECOND": second}
 
 
 def launch(kernel: Any, grid: Sequence[int], pointers: Sequence[Any], scalars: Sequence[int | float], warps: int = 4,

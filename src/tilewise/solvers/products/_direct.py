@@ -16,7 +16,7 @@ from tilewise.solvers.common.buffers import Arena
 from tilewise.solvers.common.packing import PeakSearch, chunks_of, find_peaks
 from tilewise.solvers.common.split_products import ADD_BLOCK, LONGEST, UNIT
 from tilewise.solvers.common.sweeps import Sweep, backward, forward
-from tilewise.solvers.common.views import OUT, A, B, View, at, counted, group_views, launch, within
+from tilewise.solvers.common.views import OUT, A, B, View, at, counted, epilogue, group_views, launch, residual_like, within
 
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch
@@ -211,18 +211,18 @@ def _gather(layout: Layout, source: View, filters: View, out: View, bias: Any) -
         gathered = _Gathered(p, sweeps, source, results, (p.operands[0], p.result))
         if gathered.products == 0 and p.accumulate and not bias:
             continue
-        row = layout.row(gathered.products)
+        row, target = layout.row(gathered.products), within(results, OUT)
         yield _split(layout, _taken(filters, sweeps), gathered, row)
         tiles = -(-layout.written // tile.channels) * -(-gathered.places // tile.places)
         yield launch(
             kernels.direct_gemm,
             [tiles],
-            [within(source, A), at(layout.parts), at(layout.peaks), at(layout.exponents), within(results, OUT),
-             bias or within(results, OUT)],
+            [within(source, A), at(layout.parts), at(layout.peaks), at(layout.exponents), target, bias or target,
+             residual_like(p, target)],
             [gathered.places, layout.chunks, layout.written, gathered.channels, gathered.products, row,
              layout.written * row, *gathered.counts, *gathered.taps],
             warps=tile.warps, stages=tile.stages, **gathered.order, **gathered.bounds, **gathered.access,
-            WHOLE=gathered.products % tile.depth == 0, ACCUMULATE=p.accumulate, BIAS=bool(bias),
+            WHOLE=gathered.products % tile.depth == 0, ACCUMULATE=p.accumulate, BIAS=bool(bias), **epilogue(p),
             PROMOTE=LONGEST // tile.depth if gathered.products > LONGEST * 3 // 2 else 0,
             BLOCK_P=tile.places, BLOCK_O=tile.channels, BLOCK_K=tile.depth,
         )  # fmt: skip

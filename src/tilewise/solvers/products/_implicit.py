@@ -16,7 +16,7 @@ from tilewise.solvers.common.buffers import Arena
 from tilewise.solvers.common.packing import Packing, PeakSearch, chunks_of, find_peaks, pack
 from tilewise.solvers.common.split_products import ADD_BLOCK, LONGEST, UNIT, Tile
 from tilewise.solvers.common.sweeps import Packed, Sweep, backward, extent, forward
-from tilewise.solvers.common.views import OUT, A, B, View, at, group_views, launch, within
+from tilewise.solvers.common.views import OUT, A, B, View, at, epilogue, group_views, launch, residual_like, within
 
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch
@@ -177,7 +177,7 @@ def _gather_gemm(layout: Layout, sweeps: Sequence[Sweep], out: View, first: int,
     """The launch of one sweep's product over packed operands."""
     from tilewise.kernels.triton import implicit_gemm as kernels
 
-    tile, source, filters = layout.tile, layout.source, layout.other
+    p, tile, source, filters = layout.p, layout.tile, layout.source, layout.other
     counts = [sweep.count for sweep in sweeps]
     pixels, channels = out.sizes[0] * math.prod(counts), out.sizes[1]
     for dim, sweep in enumerate(sweeps, start=2):
@@ -193,7 +193,7 @@ def _gather_gemm(layout: Layout, sweeps: Sequence[Sweep], out: View, first: int,
         [at(layout.source_slot, place),
          at(layout.other_slot, filters.offset([sweep.first_tap for sweep in sweeps])),
          at(layout.source_exponents, first), at(layout.other_exponents), target,
-         replace(bias or target, anywhere=True)],
+         replace(bias or target, anywhere=True), residual_like(p, target)],
         [pixels, channels, *counts, source.image * source.row, *source.strides([sweep.step for sweep in sweeps]),
          math.prod(taps) * source.channels // tile.depth, *taps[1:],
          *source.strides([sweep.tap_step for sweep in sweeps]),
@@ -201,8 +201,8 @@ def _gather_gemm(layout: Layout, sweeps: Sequence[Sweep], out: View, first: int,
          source.channels, *out.strides[:2], *steps],
         warps=tile.warps, stages=tile.stages,
         PLANES=source.planes, SCALED=layout.product.scaled,
-        PRECISION=layout.product.precision, ACCUMULATE=layout.p.accumulate, BIAS=bool(bias), FLAT=counts[0] == 1,
-        WIDE=out.span >= 2**31, ALIGNED=written.aligned,
+        PRECISION=layout.product.precision, ACCUMULATE=p.accumulate, BIAS=bool(bias), **epilogue(p),
+        FLAT=counts[0] == 1, WIDE=out.span >= 2**31, ALIGNED=written.aligned,
         BLOCK_O=tile.halves[0], MORE_O=tile.halves[1], BLOCK_P=tile.columns, BLOCK_K=tile.depth,
         PROMOTE=LONGEST // tile.depth if layout.promotes else 0,
     )  # fmt: skip

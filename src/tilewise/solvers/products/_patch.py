@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise.problems.conv.problem import ConvProblem, Pass
+from tilewise.solvers.common.views import BIAS, OUT, WORKSPACE, A, B, epilogue, residual_like
 
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch
@@ -29,8 +30,6 @@ LONGEST_RUN = 16
 GROUP = 16
 """Rows of tiles that programs walk together, so that their operands stay in cache."""
 ADD_BLOCK = 512
-FIRST, SECOND, OUT, WORKSPACE = range(4)
-"""Numbers of the tensors that a launch's pointers refer to."""
 INDICES = {Pass.FPROP: ("m", "t", "k"), Pass.DGRAD: ("k", "t", "m"), Pass.WGRAD: ("m", "k", "t")}
 """Rows, columns and depth of each pass's product; the second operand is its left factor."""
 
@@ -149,6 +148,7 @@ def launches(p: ConvProblem, tile: Tile, splits: int, a: torch.Tensor, b: torch.
     rows, columns, depth = sizes(p)
     left, right, result = matrices(p, a, b, out)
     whole = Pointer(OUT, 0, out.dtype)
+    bias = Pointer(BIAS, 0, out.dtype) if p.bias else whole
     partial = Pointer(WORKSPACE, 0, torch.float32)
     written, packed = result, Matrix.of((columns,), (1,), (rows, columns))
     if splits > 1:
@@ -164,6 +164,7 @@ def launches(p: ConvProblem, tile: Tile, splits: int, a: torch.Tensor, b: torch.
         "EVEN_R": rows % tile.rows == 0, "EVEN_C": columns % tile.columns == 0, "EVEN_D": depth % tile.depth == 0,
         "RUN_R": math.gcd(LONGEST_RUN, rows), "RUN_C": math.gcd(LONGEST_RUN, columns),
         "RUN_D": math.gcd(LONGEST_RUN, depth), "SPLIT": splits > 1, "ACCUMULATE": p.accumulate and splits == 1,
+        "BIAS": p.bias and p.pass_ is Pass.FPROP, **epilogue(p),
         "PRECISION": "tf32" if p.dtype == "fp32" else "ieee", "WIDE": wide,
         "GROUP": GROUP, "BLOCK_R": tile.rows, "BLOCK_C": tile.columns, "BLOCK_D": tile.depth,
     }  # fmt: skip
@@ -172,7 +173,7 @@ def launches(p: ConvProblem, tile: Tile, splits: int, a: torch.Tensor, b: torch.
         Launch(
             kernels.gathered_gemm,
             (tiles, splits, 1),
-            (Pointer(SECOND, 0, b.dtype), Pointer(FIRST, 0, a.dtype), partial if splits > 1 else whole),
+            (Pointer(B, 0, b.dtype), Pointer(A, 0, a.dtype), partial if splits > 1 else whole, bias, residual_like(p, whole)),
             (rows, columns, depth, share),
             constants,
             tile.warps,

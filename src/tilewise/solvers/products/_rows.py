@@ -13,7 +13,7 @@ from tilewise.problems.base import dense_strides
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers.common.split_products import UNIT
-from tilewise.solvers.common.views import BIAS, OUT, WORKSPACE, A, B, View, counted, launch
+from tilewise.solvers.common.views import BIAS, OUT, WORKSPACE, A, B, View, counted, epilogue, launch, residual_like
 
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch
@@ -159,11 +159,12 @@ def _forward(p: ConvProblem, tile: RowTile, rows: Rows, sums: int, x: View, w: V
     filter_, target = _at(B, w.dtype), _at(WORKSPACE, w.dtype)
     packing = launch(kernels.pack_rows, (-(-total // BLOCK),), (filter_, target), scalars, BLOCK=BLOCK)
     tiles = tiles_of(p, tile) * (filters // tile.channels)
-    bias = _at(BIAS if p.bias else OUT, y.dtype)
+    result, bias = _at(OUT, y.dtype), _at(BIAS if p.bias else OUT, y.dtype)
     product = launch(
-        kernels.row_product, (tiles,), (_at(A, x.dtype), target, _at(OUT, y.dtype), bias),
+        kernels.row_product, (tiles,), (_at(A, x.dtype), target, result, bias, residual_like(p, result)),
         (p.out_channels, sums, *_geometry(p, tile, rows, x, y)), tile.warps, tile.stages,
-        WHOLE=rows.length == tile.depth, BIAS=p.bias, ACCUMULATE=p.accumulate, **_constants(p, tile, rows, y),
+        WHOLE=rows.length == tile.depth, BIAS=p.bias, **epilogue(p), ACCUMULATE=p.accumulate,
+        **_constants(p, tile, rows, y),
     )  # fmt: skip
     return [packing, product]
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 
 from tilewise.plan import Config
+from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.split_products import refused
@@ -64,11 +65,13 @@ class DirectGemm(ConvSolver):
     the places.
     """
 
-    name, version = "direct_gemm", 3
+    name, version = "direct_gemm", 4
     devices = frozenset({"cuda"})
     dtypes = frozenset({"fp32"})
     compiles = True
     adds_bias = True
+    adds_residual = True
+    activations = frozenset(CONV_ACTIVATIONS)
     accumulates = True
     error_bound = {"ieee": 5e-6, "tf32": 5e-6}  # noqa: RUF012
 
@@ -130,7 +133,8 @@ class DirectGemm(ConvSolver):
 def tiles(p: ConvProblem) -> Iterator[tuple[Tile, float]]:
     """Tiles whose sums fit into registers, with their rates relative to the best."""
     gradient = p.pass_ is Pass.WGRAD
-    free = p.layout(p.operands[0]) == "contiguous" and (gradient or not p.accumulate)
+    reads = p.accumulate or p.residual  # results or what is added to them, which takes registers too
+    free = p.layout(p.operands[0]) == "contiguous" and (gradient or not reads)
     for tile, rate in TILES[_kind(p)]:
         across = tile.depth if gradient else tile.places
         if free or across * tile.channels <= MOST_SUMS * 32 * tile.warps:

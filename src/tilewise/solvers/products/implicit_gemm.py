@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 
 from tilewise.plan import Config
+from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.split_products import LONGEST, MOST_GROUPS, Tile
@@ -57,10 +58,12 @@ class ImplicitGemm(ConvSolver):
     results that meet them may be NaN. ``images`` are packed at a time, all of them where it is absent.
     """
 
-    name, version = "implicit_gemm", 3
+    name, version = "implicit_gemm", 4
     devices = frozenset({"cuda"})
     compiles = True
     adds_bias = True
+    adds_residual = True
+    activations = frozenset(CONV_ACTIVATIONS)
     accumulates = True
     most_configs = 4
     error_bound = {"ieee": 5e-6, "tf32": 1e-3}  # noqa: RUF012

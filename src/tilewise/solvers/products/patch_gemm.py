@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from tilewise.plan import Config
+from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.tiles import PROCESSORS, busy, integer, splits_that_fill
@@ -51,9 +52,12 @@ class PatchGemm(ConvSolver):
     TF32.
     """
 
-    name, version = "patch_gemm", 1
+    name, version = "patch_gemm", 2
     devices = frozenset({"cuda"})
     compiles = True
+    adds_bias = True
+    adds_residual = True
+    activations = frozenset(CONV_ACTIVATIONS)
     accumulates = True
 
     def unsupported(self, p: ConvProblem) -> list[str]:
@@ -96,6 +100,10 @@ class PatchGemm(ConvSolver):
         """Bytes of a weight gradient's partial sums where there is more than one."""
         splits = integer(c, "splits", 1)
         return splits * 4 * math.prod(p.shape("w")) if splits > 1 else 0
+
+    def does_add_bias(self, p: ConvProblem, c: Config) -> bool:
+        """In forward passes: the rows of a data gradient are taps of channels."""
+        return p.pass_ is Pass.FPROP
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """The direct method's arithmetic at the rate of the matrix units, on tiles as they fill."""

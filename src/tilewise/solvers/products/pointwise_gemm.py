@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise.plan import Config
-from tilewise.problems.activations import CONV_ACTIVATIONS, activation_kind, activation_parameters
+from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.tiles import busy, integer
 from tilewise.solvers.common.triton_run import compiled, has_triton
-from tilewise.solvers.common.views import BIAS, OUT, A, B, View, launch
+from tilewise.solvers.common.views import BIAS, OUT, A, B, View, epilogue, launch, residual_like
 from tilewise.solvers.conv import ConvSolver
 
 if TYPE_CHECKING:
@@ -153,17 +153,15 @@ def _launch(p: ConvProblem, tile: Tile, x: View) -> Launch:
     steps = (*[1] * (3 - p.dims), *(axis.stride for axis in p.axes))
     out = (*[1] * (3 - p.dims), *(axis.out for axis in p.axes))
     strides = (x.strides[0], *(stride * step for stride, step in zip(x.strides[2:], steps, strict=True)))
-    first, second, *_ = (*activation_parameters(p.activation), 0.0, 0.0)
     result = Pointer(OUT, 0, dtype)
     pointers = (
         Pointer(A, 0, dtype), Pointer(B, 0, dtype), result, Pointer(BIAS, 0, dtype) if p.bias else result,
-        Pointer(BIAS + p.bias, 0, dtype) if p.residual else result,
+        residual_like(p, result),
     )  # fmt: skip
     count = _pixels(p)
     programs = -(-count // tile.pixels) * -(-p.out_channels // tile.outputs)
     return launch(
         pointwise, (programs,), pointers, (count, p.in_channels, p.out_channels, *out, *strides),
         tile.warps, tile.stages, STRIDED=max(steps) > 1, WHOLE=p.in_channels % tile.depth == 0, BIAS=p.bias,
-        RESIDUAL=p.residual, ACTIVATION=activation_kind(p.activation), FIRST=first, SECOND=second,
-        BLOCK_P=tile.pixels, BLOCK_O=tile.outputs, BLOCK_K=tile.depth,
+        **epilogue(p), BLOCK_P=tile.pixels, BLOCK_O=tile.outputs, BLOCK_K=tile.depth,
     )  # fmt: skip

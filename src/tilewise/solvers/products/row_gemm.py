@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from tilewise.plan import Config
+from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.tiles import PROCESSORS, busy, integer
@@ -71,12 +72,14 @@ class RowGemm(ConvSolver):
     that read one may be NaN.
     """
 
-    name, version = "row_gemm", 1
+    name, version = "row_gemm", 2
     passes = frozenset({Pass.FPROP, Pass.WGRAD})
     devices = frozenset({"cuda"})
     dtypes = frozenset({"bf16", "fp16"})
     compiles = True
     adds_bias = True
+    adds_residual = True
+    activations = frozenset(CONV_ACTIVATIONS)
     accumulates = True
 
     def unsupported(self, p: ConvProblem) -> list[str]:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.gemm.activations import activated
+
 __all__ = ["pack_rows", "row_gradient", "row_product", "sum_partials"]
 
 
@@ -129,11 +131,12 @@ def pack_rows(
     ]
 )  # fmt: skip
 def row_product(
-    image, filters, out, bias,
+    image, filters, out, bias, residual,
     channels, sums, tiles_w, tiles_h, out_d, out_h, out_w, depth, height, limit,
     start_d, start_h, start_e, step_d, step_h, step_e, length, per, taps_h, dil_d, dil_h, dil_w,
     x_n, x_d, x_h, x_e, x_c, y_n, y_c, y_d, y_h, y_w,
     WHOLE: tl.constexpr, SIDE: tl.constexpr, RUN: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -142,7 +145,7 @@ def row_product(
     ``BLOCK_K`` divides a row's ``length`` and is all of it where ``WHOLE``: a step reads of one row of each window. A
     window starts at ``start_* + step_* * output``; ``e`` counts elements along a line if ``RUN`` is not 1, else
     columns. ``ALIGNED``: 0, or with channels of ``out`` innermost what divides ``channels`` and all other strides.
-    Grid: tiles of ``BLOCK_H`` by ``BLOCK_W`` times ``SIDE`` outputs of one plane, and of channels, the latter fastest.
+    ``residual`` lies as ``out`` does. Grid: tiles of ``BLOCK_H`` by ``BLOCK_W`` times ``SIDE`` outputs of one plane, and of channels, the latter fastest.
     """
     if ALIGNED > 0:
         channels = channels // ALIGNED * ALIGNED  # the same number, which the compiler now knows to be a multiple
@@ -198,6 +201,12 @@ def row_product(
     pointers, mask = _outputs(out, n, d, oh, ow, o, channels, out_h, out_w, y_n, y_c, y_d, y_h, y_w, SIDE, ALIGNED)
     if ACCUMULATE:
         acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        like, _ = _outputs(
+            residual, n, d, oh, ow, o, channels, out_h, out_w, y_n, y_c, y_d, y_h, y_w, SIDE, ALIGNED
+        )
+        acc += tl.load(like, mask=mask, other=0.0).to(tl.float32)
+    acc = activated(acc, ACTIVATION, FIRST, SECOND, out.dtype.element_ty.primitive_bitwidth)
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
 
 
