@@ -102,8 +102,9 @@ def test_channels_in_parts(pass_: Pass) -> None:
 @pytest.mark.parametrize(("bias", "residual"), [(True, True), (False, True), (True, False)])
 def test_what_follows_the_sums(form: str, bias: bool, residual: bool, constant: bool) -> None:
     """Each group with its part of bias and residual; channels of a group in parts where filters are not kept."""
-    p = ConvProblem(Pass.FPROP, 2, 6, 132, (Axis(3, 2, 1, 1, 1, 0), Axis(6, 3, 1, 1, 1, 1)), 2, constant_weight=constant,
-                    bias=bias, residual=residual, activation="clamp:-0.5:0.75")  # fmt: skip
+    axes = (Axis(3, 2, 1, 1, 1, 0), Axis(6, 3, 1, 1, 1, 1))
+    more = {"bias": bias, "residual": residual, "activation": "clamp:-0.5:0.75"}
+    p = replace(ConvProblem(Pass.FPROP, 2, 6, 132, axes, 2, constant_weight=constant), **more)  # type: ignore[arg-type]
     meta = torch.device("meta")
     p = described(p, {r: allocate(p.shape(r), torch.float32, meta, form if r != "w" else "contiguous", 0)[0]
                       for r in ROLES})  # fmt: skip

@@ -96,8 +96,8 @@ def gathered_gemm(
     ``*_INNER``: depth (of ``out``: columns) is the index along which a tensor lies contiguous, in aligned runs of
     ``*_RUN``; it divides all places along the other. ``*_ADDS``: the place of depth d0 + j is that of d0 plus that of j
     for j below ``BLOCK_D`` and its multiples d0. ``EVEN_*``: tiles divide sizes. ``RUN_*`` divide sizes, powers
-    of two. ``BIAS`` adds to each row its number of ``bias``, ``RESIDUAL`` to each result that of ``residual``, which lies
-    as ``out`` does; the activation follows.
+    of two. ``BIAS`` adds to each row its number of ``bias``, ``RESIDUAL`` to each result that of ``residual``, which
+    lies as ``out`` does; the activation follows.
 
     Grid (tiles, shares): a program sums ``share`` steps of ``BLOCK_D``, with ``SPLIT`` into its own [rows, columns] of
     ``out``. Tiles are walked ``GROUP`` rows of tiles at a time, rows fastest, so that programs that run together share

@@ -16,7 +16,19 @@ from tilewise.solvers.common.buffers import Arena
 from tilewise.solvers.common.packing import PeakSearch, chunks_of, find_peaks
 from tilewise.solvers.common.split_products import ADD_BLOCK, LONGEST, UNIT
 from tilewise.solvers.common.sweeps import Sweep, backward, forward
-from tilewise.solvers.common.views import OUT, A, B, View, at, counted, epilogue, group_views, launch, residual_like, within
+from tilewise.solvers.common.views import (
+    OUT,
+    A,
+    B,
+    View,
+    at,
+    counted,
+    epilogue,
+    group_views,
+    launch,
+    residual_like,
+    within,
+)
 
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch

@@ -173,7 +173,13 @@ def launches(p: ConvProblem, tile: Tile, splits: int, a: torch.Tensor, b: torch.
         Launch(
             kernels.gathered_gemm,
             (tiles, splits, 1),
-            (Pointer(B, 0, b.dtype), Pointer(A, 0, a.dtype), partial if splits > 1 else whole, bias, residual_like(p, whole)),
+            (
+                Pointer(B, 0, b.dtype),
+                Pointer(A, 0, a.dtype),
+                partial if splits > 1 else whole,
+                bias,
+                residual_like(p, whole),
+            ),
             (rows, columns, depth, share),
             constants,
             tile.warps,

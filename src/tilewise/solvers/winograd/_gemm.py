@@ -283,7 +283,8 @@ def _gemm(
          source.channels, *out.strides[:2], *pitches, out.strides[4]],
         warps=tile.warps, stages=tile.stages,
         VALUES=_values(layout.points), M=layout.m, ACCUMULATE=adds, BIAS=bool(bias), **epilogue(p),
-        FLAT=counts[0] == 1, WIDE=out.span >= 2**31, ALIGNED=out.aligned, BLOCK_O=tile.channels, BLOCK_P=tile.columns, BLOCK_K=tile.depth,
+        FLAT=counts[0] == 1, WIDE=out.span >= 2**31, ALIGNED=out.aligned,
+        BLOCK_O=tile.channels, BLOCK_P=tile.columns, BLOCK_K=tile.depth,
         PROMOTE=1 if steps <= FEW_STEPS and tile.depth >= DEEP else LONGEST // tile.depth,
     )  # fmt: skip
 

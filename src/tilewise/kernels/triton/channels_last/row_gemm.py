@@ -145,7 +145,8 @@ def row_product(
     ``BLOCK_K`` divides a row's ``length`` and is all of it where ``WHOLE``: a step reads of one row of each window. A
     window starts at ``start_* + step_* * output``; ``e`` counts elements along a line if ``RUN`` is not 1, else
     columns. ``ALIGNED``: 0, or with channels of ``out`` innermost what divides ``channels`` and all other strides.
-    ``residual`` lies as ``out`` does. Grid: tiles of ``BLOCK_H`` by ``BLOCK_W`` times ``SIDE`` outputs of one plane, and of channels, the latter fastest.
+    ``residual`` lies as ``out`` does. Grid: tiles of ``BLOCK_H`` by ``BLOCK_W`` times ``SIDE`` outputs of one plane,
+    and of channels, the latter fastest.
     """
     if ALIGNED > 0:
         channels = channels // ALIGNED * ALIGNED  # the same number, which the compiler now knows to be a multiple
@@ -202,9 +203,7 @@ def row_product(
     if ACCUMULATE:
         acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
-        like, _ = _outputs(
-            residual, n, d, oh, ow, o, channels, out_h, out_w, y_n, y_c, y_d, y_h, y_w, SIDE, ALIGNED
-        )
+        like, _ = _outputs(residual, n, d, oh, ow, o, channels, out_h, out_w, y_n, y_c, y_d, y_h, y_w, SIDE, ALIGNED)
         acc += tl.load(like, mask=mask, other=0.0).to(tl.float32)
     acc = activated(acc, ACTIVATION, FIRST, SECOND, out.dtype.element_ty.primitive_bitwidth)
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
