@@ -113,7 +113,7 @@ def write(
     ``BIAS`` adds to each channel its number of ``bias``, ``RESIDUAL`` to each result the number of ``residual``, which
     lies as ``out`` does. The activation follows.
     """
-    if ACCUMULATE or RESIDUAL:
+    if ACCUMULATE or RESIDUAL or ACTIVATION == "gelu":
         # Quarter by quarter: what is added to would be read all at once, and there are no registers to hold it.
         acc_0, acc_1 = _sides(acc)
         place_0, place_1 = _sides(place)
