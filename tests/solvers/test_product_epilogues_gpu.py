@@ -1,4 +1,4 @@
-"""Bias, residual and activation in registers of compiled products on a GPU, against float64, over memory full of NaN."""
+"""Bias, residual and activation of compiled products on a GPU, against float64, over memory full of NaN."""
 
 from __future__ import annotations
 

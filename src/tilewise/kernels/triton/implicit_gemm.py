@@ -103,6 +103,30 @@ def _write(
 
 
 @triton.jit
+def _write_parts(
+    acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, residual,
+    SCALED: tl.constexpr, ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ALIGNED: tl.constexpr, HALVED: tl.constexpr,
+):  # fmt: skip
+    """Write a tile whose places are ``HALVED`` so many times, part by part."""
+    if HALVED == 0:
+        _write(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, residual,
+               SCALED, ACCUMULATE, BIAS, RESIDUAL, ACTIVATION, FIRST, SECOND, ALIGNED)  # fmt: skip
+        tl.debug_barrier()  # or the compiler would read for the next part before this one is written
+    else:
+        acc_0, acc_1 = _sides(acc)
+        place_0, place_1 = _sides(place)
+        valid_0, valid_1 = _sides(valid)
+        image_0, image_1 = _sides(image)
+        _write_parts(acc_0, out, o, channels, y_c, place_0, valid_0, image_exponents, filter_exponents, image_0, bias,
+                     residual, SCALED, ACCUMULATE, BIAS, RESIDUAL, ACTIVATION, FIRST, SECOND, ALIGNED,
+                     HALVED - 1)  # fmt: skip
+        _write_parts(acc_1, out, o, channels, y_c, place_1, valid_1, image_exponents, filter_exponents, image_1, bias,
+                     residual, SCALED, ACCUMULATE, BIAS, RESIDUAL, ACTIVATION, FIRST, SECOND, ALIGNED,
+                     HALVED - 1)  # fmt: skip
+
+
+@triton.jit
 def write(
     acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, residual,
     SCALED: tl.constexpr, ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -113,23 +137,13 @@ def write(
     ``BIAS`` adds to each channel its number of ``bias``, ``RESIDUAL`` to each result the number of ``residual``, which
     lies as ``out`` does. The activation follows.
     """
-    if ACCUMULATE or RESIDUAL or ACTIVATION == "gelu":
-        # Quarter by quarter: what is added to would be read all at once, and there are no registers to hold it.
-        acc_0, acc_1 = _sides(acc)
-        place_0, place_1 = _sides(place)
-        valid_0, valid_1 = _sides(valid)
-        image_0, image_1 = _sides(image)
-        for side in tl.static_range(2):
-            left, right = _sides(acc_1 if side else acc_0)
-            place_l, place_r = _sides(place_1 if side else place_0)
-            valid_l, valid_r = _sides(valid_1 if side else valid_0)
-            image_l, image_r = _sides(image_1 if side else image_0)
-            _write(left, out, o, channels, y_c, place_l, valid_l, image_exponents, filter_exponents, image_l, bias,
-                   residual, SCALED, ACCUMULATE, BIAS, RESIDUAL, ACTIVATION, FIRST, SECOND, ALIGNED)  # fmt: skip
-            tl.debug_barrier()
-            _write(right, out, o, channels, y_c, place_r, valid_r, image_exponents, filter_exponents, image_r, bias,
-                   residual, SCALED, ACCUMULATE, BIAS, RESIDUAL, ACTIVATION, FIRST, SECOND, ALIGNED)  # fmt: skip
-            tl.debug_barrier()
+    # In quarters or eighths: what is added would be read all at once, and there are no registers to hold it.
+    if RESIDUAL and out.dtype.element_ty.primitive_bitwidth == 32:
+        _write_parts(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, residual,
+                     SCALED, ACCUMULATE, BIAS, RESIDUAL, ACTIVATION, FIRST, SECOND, ALIGNED, 3)  # fmt: skip
+    elif ACCUMULATE or RESIDUAL or ACTIVATION == "gelu":
+        _write_parts(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, residual,
+                     SCALED, ACCUMULATE, BIAS, RESIDUAL, ACTIVATION, FIRST, SECOND, ALIGNED, 2)  # fmt: skip
     else:
         _write(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, residual,
                SCALED, ACCUMULATE, BIAS, RESIDUAL, ACTIVATION, FIRST, SECOND, ALIGNED)  # fmt: skip
