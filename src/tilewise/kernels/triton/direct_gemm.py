@@ -252,13 +252,14 @@ def direct_gemm(
     if BIAS:
         acc += tl.load(bias + o % outs)[None, :]
     at = y_place[:, None] + (o.to(y_place.dtype) * y_c)[None, :]
+    target = out + at
     mask = valid[:, None] & (o < outs)[None, :]
     if ACCUMULATE:
-        acc += tl.load(out + at, mask=mask, other=0.0)
+        acc += tl.load(target, mask=mask, other=0.0)
     if RESIDUAL:
         acc += tl.load(residual + at, mask=mask, other=0.0)
     acc = activated(acc, ACTIVATION, FIRST, SECOND)
-    tl.store(out + at, acc, mask=mask)
+    tl.store(target, acc, mask=mask)
 
 
 @triton.jit(

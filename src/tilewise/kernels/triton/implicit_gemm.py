@@ -94,12 +94,13 @@ def _write(
         at = place[:, None] + o.to(place.dtype)[None, :]
     else:
         at = place[:, None] + (o.to(place.dtype) * y_c)[None, :]
+    pointers = out + at
     if ACCUMULATE:
-        acc += tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
+        acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
         acc += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     acc = activated(acc, ACTIVATION, FIRST, SECOND, out.dtype.element_ty.primitive_bitwidth)
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+    tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -87,8 +87,9 @@ def gathered_gemm(
     OUT_ROWS: tl.constexpr, OUT_COLUMNS: tl.constexpr, OUT_INNER: tl.constexpr, OUT_RUN: tl.constexpr,
     EVEN_R: tl.constexpr, EVEN_C: tl.constexpr, EVEN_D: tl.constexpr,
     RUN_R: tl.constexpr, RUN_C: tl.constexpr, RUN_D: tl.constexpr,
-    SPLIT: tl.constexpr, ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr,
+    SPLIT: tl.constexpr, ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, BIAS_ROWS: tl.constexpr, RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out[r, c] = sum over d of a[r, d] * b[d, c], in fp32.
@@ -96,8 +97,8 @@ def gathered_gemm(
     ``*_INNER``: depth (of ``out``: columns) is the index along which a tensor lies contiguous, in aligned runs of
     ``*_RUN``; it divides all places along the other. ``*_ADDS``: the place of depth d0 + j is that of d0 plus that of j
     for j below ``BLOCK_D`` and its multiples d0. ``EVEN_*``: tiles divide sizes. ``RUN_*`` divide sizes, powers
-    of two. ``BIAS`` adds to each row its number of ``bias``, ``RESIDUAL`` to each result that of ``residual``, which
-    lies as ``out`` does; the activation follows.
+    of two. ``BIAS`` adds to each row its number of ``bias``, whose place ``BIAS_ROWS`` tells, ``RESIDUAL`` to each
+    result that of ``residual``, which lies as ``out`` does; the activation follows.
 
     Grid (tiles, shares): a program sums ``share`` steps of ``BLOCK_D``, with ``SPLIT`` into its own [rows, columns] of
     ``out``. Tiles are walked ``GROUP`` rows of tiles at a time, rows fastest, so that programs that run together share
@@ -140,7 +141,7 @@ def gathered_gemm(
         out += tl.multiple_of(tl.program_id(1).to(tl.int64) * rows * columns, OUT_RUN)
     target = _pointers(out, r_read, c_read, OUT_ROWS, OUT_COLUMNS, OUT_INNER, OUT_RUN, WIDE)
     if BIAS:
-        acc += tl.load(bias + r_read).to(tl.float32)[:, None]
+        acc += tl.load(bias + _place(r_read, BIAS_ROWS, 1, False, False)).to(tl.float32)[:, None]
     if OUT_INNER:
         acc = acc.T
     if RESIDUAL:  # beyond the last rows and columns it is that of the first ones, as the pointers are

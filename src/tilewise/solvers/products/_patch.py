@@ -119,7 +119,7 @@ def matrices(p: ConvProblem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
     x, w, y = strides["x"], strides["w"], strides["y"]
     windows = [p.batch, *(axis.out for axis in p.axes)]
     steps = [x[0], *(s * axis.stride for s, axis in zip(x[2:], p.axes, strict=True))]
-    taps = sorted(range(1, p.dims + 2), key=lambda dim: -w[dim])
+    taps = _order(w)
     kernel = [p.shape("w")[dim] for dim in taps]
     places = {
         "xt": digits(windows, steps),
@@ -164,7 +164,7 @@ def launches(p: ConvProblem, tile: Tile, splits: int, a: torch.Tensor, b: torch.
         "EVEN_R": rows % tile.rows == 0, "EVEN_C": columns % tile.columns == 0, "EVEN_D": depth % tile.depth == 0,
         "RUN_R": math.gcd(LONGEST_RUN, rows), "RUN_C": math.gcd(LONGEST_RUN, columns),
         "RUN_D": math.gcd(LONGEST_RUN, depth), "SPLIT": splits > 1, "ACCUMULATE": p.accumulate and splits == 1,
-        "BIAS": p.bias and p.pass_ is Pass.FPROP, **epilogue(p),
+        "BIAS": p.bias, "BIAS_ROWS": _biased(p, b), **epilogue(p),
         "PRECISION": "tf32" if p.dtype == "fp32" else "ieee", "WIDE": wide,
         "GROUP": GROUP, "BLOCK_R": tile.rows, "BLOCK_C": tile.columns, "BLOCK_D": tile.depth,
     }  # fmt: skip
@@ -195,6 +195,19 @@ def launches(p: ConvProblem, tile: Tile, splits: int, a: torch.Tensor, b: torch.
         grid = (-(-total // ADD_BLOCK), 1, 1)
         queued.append(Launch(kernels.add_partials, grid, (partial, whole), (splits, columns, total), constants))
     return queued
+
+
+def _order(strides: Sequence[int]) -> list[int]:
+    """The dimensions of a filter's channels and places, outermost first, by its ``strides``."""
+    return sorted(range(1, len(strides)), key=lambda dim: -strides[dim])
+
+
+def _biased(p: ConvProblem, filters: torch.Tensor) -> Digits:
+    """The places in a bias of the product's rows: those of a data gradient are taps of channels."""
+    if p.pass_ is not Pass.DGRAD:
+        return (1,)
+    taps = _order(filters.stride())
+    return digits([p.shape("w")[dim] for dim in taps], [int(dim == 1) for dim in taps])
 
 
 def _run(inner: Digits, outer: Digits, size: int) -> int:

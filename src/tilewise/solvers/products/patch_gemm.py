@@ -101,10 +101,6 @@ class PatchGemm(ConvSolver):
         splits = integer(c, "splits", 1)
         return splits * 4 * math.prod(p.shape("w")) if splits > 1 else 0
 
-    def does_add_bias(self, p: ConvProblem, c: Config) -> bool:
-        """In forward passes: the rows of a data gradient are taps of channels."""
-        return p.pass_ is Pass.FPROP
-
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """The direct method's arithmetic at the rate of the matrix units, on tiles as they fill."""
         tile, splits = _tile(c), integer(c, "splits", 1)
