@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import tilewise
 from tilewise.nn.layers.weights import Weights
-from tilewise.nn.regions import region
+from tilewise.nn.regions import blocks, region
 from tilewise.nn.regions.blocks import blocks_of
 from tilewise.nn.regions.forward import regional_of
 from tilewise.nn.regions.layouts import Way, is_deferred
@@ -136,6 +137,18 @@ def test_what_is_no_block(model: nn.Module) -> None:
 def test_other_types_have_no_blocks() -> None:
     assert problems_of(layers(Inverted()).double(), images(dtype=torch.float64)) == []
     assert problems_of(layers(Inverted()).bfloat16(), images(dtype=torch.bfloat16)) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_gpu_takes_other_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a solver takes 16 bits and no expansion: of three layers the last two are a block."""
+    monkeypatch.setattr(blocks, "device_name", lambda device: "cuda:any")
+    model, x = layers(Inverted(), Gated()), images()
+    assert problems_of(model, x) == []
+    found = problems_of(model.bfloat16(), x.bfloat16())
+    assert [problem.key.split(" ")[1:2] + problem.key.split(" ")[3:] for problem in found] == [
+        ["bf16", "dw=hardswish>pw=none", "residual", "cuda:any"]
+    ]
 
 
 class Plans:

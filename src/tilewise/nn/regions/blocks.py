@@ -7,13 +7,14 @@ ways that compute all, and the others ways that leave them to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
+from tilewise import solvers
+from tilewise.machine.device import device_name
 from tilewise.nn.regions import fused
 from tilewise.nn.regions.constants import Gathered
 from tilewise.nn.regions.layouts import Way, deferred
@@ -21,7 +22,7 @@ from tilewise.nn.regions.products import Product, axes_of, weight_shape
 from tilewise.nn.regions.units import PRODUCT, Unit, formats, value_of
 from tilewise.nn.regions.ways import Deferred, Planned
 from tilewise.plan import Plan
-from tilewise.problems.base import Problem
+from tilewise.problems.base import DTYPE_NAMES, Problem
 from tilewise.problems.kinds import kind_of
 from tilewise.problems.separable.problem import SeparableProblem
 
@@ -40,8 +41,9 @@ class Block:
 def blocks_of(units: Sequence[Unit]) -> list[Block]:
     """The blocks of a region's parts, each with as many layers as there are.
 
-    Where the layer before is the last one of another block, the two layers behind it are a block as well: two blocks
-    that share a layer cannot be computed both.
+    Those that only torch's own convolutions can compute are none. Where all three layers are no block, the depthwise
+    one and the one behind it may be. Where the layer before is the last one of another block, these two are a block as
+    well: two blocks that share a layer cannot be computed both.
     """
     layers = {unit.node: part for part, unit in enumerate(units) if unit.kind == PRODUCT and _is_layer(unit)}
     found: list[Block] = []
@@ -54,13 +56,10 @@ def blocks_of(units: Sequence[Unit]) -> list[Block]:
         readers = list(node.users)
         if len(readers) == 1 and readers[0] in layers and _is_pointwise(readers[0]) and _is_read_by(node, readers[0]):
             behind = layers[readers[0]]
-        around = [(before, part, behind)]
-        if before is not None and behind is not None and _reads_depthwise(units[before].node, layers):
-            around.append((None, part, behind))
-        for parts in around:
-            numbers = tuple(number for number in parts if number is not None)
-            if len(numbers) > 1:
-                found += _block(units, numbers, parts)
+        whole = _block(units, (before, part, behind))
+        found += whole
+        if before is not None and behind is not None and (not whole or _reads_depthwise(units[before].node, layers)):
+            found += _block(units, (None, part, behind))
     return found
 
 
@@ -94,12 +93,12 @@ def with_blocks(
 
 
 def _is_layer(unit: Unit) -> bool:
-    """Whether the part is a convolution of images in fp32 on a CPU."""
+    """Whether the part is a convolution of images of a type that is planned."""
     if unit.node.target is not fused.convolution:
         return False
     x = value_of(unit.inputs[0])
-    types = x.dtype, unit.value.dtype
-    return x.dim() == 4 and types == (torch.float32,) * 2 and x.device.type == "cpu" and unit.value.numel() > 0
+    planned = x.dtype in DTYPE_NAMES and unit.value.dtype is x.dtype and x.device.type in ("cpu", "cuda")
+    return planned and x.dim() == 4 and unit.value.numel() > 0
 
 
 def _is_depthwise(node: fx.Node) -> bool:
@@ -127,12 +126,24 @@ def _reads_depthwise(node: fx.Node, layers: Mapping[fx.Node, int]) -> bool:
     return source in layers and _is_depthwise(source) and _is_read_by(source, node)  # type: ignore[arg-type]
 
 
-def _block(units: Sequence[Unit], numbers: tuple[int, ...], parts: tuple[int | None, ...]) -> Iterator[Block]:
-    """The block of the parts ``numbers``; ``parts`` are those before, of and behind the depthwise convolution."""
+def _is_solved(problem: SeparableProblem) -> bool:
+    """Whether a solver other than torch's own convolutions can compute a block."""
+    return any(
+        not solver.baseline and not isinstance(solver, solvers.Split) and not solver.why_not(problem)
+        for solver in solvers.solving(problem)
+    )
+
+
+def _block(units: Sequence[Unit], parts: tuple[int | None, int, int | None]) -> list[Block]:
+    """The block of the parts before, of and behind a depthwise convolution, some of which may be missing.
+
+    Empty where they are no block that can be planned.
+    """
+    numbers = tuple(number for number in parts if number is not None)
+    if len(numbers) < 2:
+        return []
     nodes = [units[number].node for number in numbers]
-    first, last = nodes[0], nodes[-1]
-    assert parts[1] is not None
-    depthwise = units[parts[1]].node
+    first, last, depthwise = nodes[0], nodes[-1], units[parts[1]].node
     x, result = value_of(first.args[0]), value_of(last)  # type: ignore[arg-type]
     height, width = axes_of(depthwise)
     functions = [str(node.args[4]) for node in nodes]
@@ -140,10 +151,13 @@ def _block(units: Sequence[Unit], numbers: tuple[int, ...], parts: tuple[int | N
         x.shape[0], x.shape[1], value_of(depthwise).shape[1], result.shape[1], (height, width),
         expands=parts[0] is not None, projects=parts[2] is not None,
         inner=tuple(functions[:-1]), activation=functions[-1], residual=last.args[3] is not None,
+        dtype=DTYPE_NAMES[x.dtype], device=device_name(x.device),
     )  # fmt: skip
+    if not _is_solved(problem):
+        return []
     pieces: list[fx.Node | int] = []
     for node in nodes:
         filters, bias = node.args[1], node.args[2]
         pieces += [filters, value_of(node).shape[1] if bias is None else bias]  # type: ignore[list-item]
     product = Product(problem, formats(x.shape)[-1], formats(result.shape)[-1])
-    yield Block(numbers, product, Gathered(tuple(pieces)))
+    return [Block(numbers, product, Gathered(tuple(pieces)))]

@@ -24,7 +24,10 @@ __all__ = ["Constants", "Gathered", "Wanted"]
 
 @dataclass(frozen=True)
 class Gathered:
-    """Constants one after the other in a vector: nodes whose elements follow each other, and numbers of zeros."""
+    """Constants one after the other in a vector: nodes whose elements follow each other, and numbers of zeros.
+
+    At least one is a node: zeros lie where that one does.
+    """
 
     pieces: tuple[fx.Node | int, ...]
 
@@ -119,12 +122,14 @@ class Constants:
     def _value(self, node: fx.Node | Gathered, values: dict[fx.Node, Tensor]) -> Tensor:
         """The value of a constant; ``values`` are those of nodes that are known, to which it is added."""
         if isinstance(node, Gathered):
+            values_of = {each: self._value(each, values) for each in node.pieces if isinstance(each, fx.Node)}
+            device = next(iter(values_of.values())).device
             # Zeros are in the widest type, so that what is added up in float64 is rounded once.
             return torch.cat(
                 [
-                    torch.zeros(piece, dtype=torch.float64, device="cpu")
+                    torch.zeros(piece, dtype=torch.float64, device=device)
                     if isinstance(piece, int)
-                    else self._value(piece, values).reshape(-1)
+                    else values_of[piece].reshape(-1)
                     for piece in node.pieces
                 ]
             )
