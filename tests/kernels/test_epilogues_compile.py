@@ -11,7 +11,7 @@ from tests.kernels.recorded import Recorded, apart
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 KERNELS = {
-    "implicit_gemm": "gather_gemm", "winograd_gemm": "tile_gemm", "row_gemm": "row_product",
+    "implicit_gemm": "gather_gemm", "row_gemm": "row_product",
     "patch_gemm": "gathered_gemm", "direct_gemm": "direct_gemm",
 }  # fmt: skip
 FOLLOWED = ({"residual": True, "activation": "relu"}, {"activation": "gelu"})
@@ -28,7 +28,7 @@ def products() -> list[dict[str, Any]]:
     same, stem, patch, point = Axis(28, 3, 1, 1, 1, 1), Axis(224, 7, 2, 1, 3, 3), Axis(224, 16, 16), Axis(28, 1)
     layers = (
         ("implicit_gemm", "bf16", 128, 128, same), ("implicit_gemm", "fp32", 128, 128, same),
-        ("winograd_gemm", "fp32", 128, 128, same), ("row_gemm", "bf16", 3, 64, stem),
+        ("row_gemm", "bf16", 3, 64, stem),
         ("patch_gemm", "bf16", 3, 768, patch), ("direct_gemm", "fp32", 64, 128, point),
     )  # fmt: skip
     Recorded.begin()

@@ -12,11 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.kernels.emulator import emulate, emulated
 from tests.kernels.spectra import Guarded, relative
-from tests.kernels.test_finish import ALL
 
 from tilewise.kernels.cuda.launch import Program, kernel
 from tilewise.kernels.cuda.winograd import CHANNELS, DEPTH, OUTPUTS, Planes, Prepare
-from tilewise.problems.activations import activated
 
 LIMIT = 2e-6
 ZEROS = 16
@@ -59,7 +57,6 @@ class Prepared:
 def run(
     p: Planes, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, padding: tuple[int, int] = (0, 0), *,
     shares: int = 2, dense: int = 0, backwards: bool = False, blocks: int = 3, bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """``blocks`` take all tasks. ``padding``: before the first line and column, with sign; after the last whatever the
     result's sizes ask for."""
@@ -76,8 +73,8 @@ def run(
         grid, n, shares, c, len(w), h, width, pitch, padding[0], -padding[1], out_height, out_width, place_blocks,
         segments, *x.stride(), *y.stride(),
     ]  # fmt: skip
-    more = [y if added is None else added for added in (bias, residual)]
-    launch(p, grid, [x, found.peaks, found.parts, found.exponents, y, *more], scalars, backwards)
+    more = y if bias is None else bias
+    launch(p, grid, [x, found.peaks, found.parts, found.exponents, y, more], scalars, backwards)
 
 
 def reference(x: torch.Tensor, w: torch.Tensor, padding: tuple[int, int], sizes: Sequence[int]) -> torch.Tensor:
@@ -101,10 +98,7 @@ def check(
     bias = torch.randn(channels[1], device=x.tensor.device) if p.bias else None
     if bias is not None:
         want += bias.double().cpu().view(-1, 1, 1)
-    like = Guarded((images, channels[1], *out), torch.float32, place, **memory).fill(4).tensor if p.residual else None
-    want = activated(want if like is None else want + like.double().cpu(), p.activation)
-    run(p, x.tensor, w.tensor, y.tensor, padding, shares=shares, dense=dense, backwards=backwards, bias=bias,
-        residual=like)  # fmt: skip
+    run(p, x.tensor, w.tensor, y.tensor, padding, shares=shares, dense=dense, backwards=backwards, bias=bias)
     assert relative(y.tensor.cpu(), want) <= LIMIT
     assert y.untouched()
 
@@ -118,7 +112,7 @@ def check(
     [
         (Planes(3, 3, 3, 16, 4, 4), 2, (18, 5), (9, 13), (1, 1)),
         (Planes(5, 5, 4, 16, 3, 4, bias=True), 2, (18, 70), (5, 13), (2, 2)),
-        (Planes(5, 5, 2, 8, 6, 3, together=2, residual=True, activation="relu"), 1, (5, 3), (7, 9), (2, 2)),
+        (Planes(5, 5, 2, 8, 6, 3, together=2), 1, (5, 3), (7, 9), (2, 2)),
         (Planes(1, 2, 5, 8, 6, 4, together=3), 3, (33, 4), (2, 19), (0, 1)),
         (Planes(2, 3, 1, 24, 4, 3, accumulate=True, bias=True), 5, (3, 65), (4, 4), (1, 0)),
         (Planes(4, 4, 2, 16, 4, 4, together=2), 2, (7, 9), (6, 7), (3, 3)),
@@ -137,28 +131,6 @@ def test_taps_tiles_and_places(
     out = tuple(have + before + min(before, 1) - t + 1 for have, before, t in zip(size, padding, taps, strict=True))
     out = (max(1, out[0]), max(1, out[1]))
     check(place, program, images, channels, size, out, padding, backwards)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("activation", ALL)
-def test_what_follows_the_sums(place: str, activation: str) -> None:
-    """Bias, residual and activation, in memory with channels innermost."""
-    p = Planes(3, 3, 3, 8, 4, 4, bias=True, residual=True, activation=activation)
-    check(place, p, 2, (5, 18), (4, 10), (4, 10), (1, 1), order=(0, 2, 3, 1))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("activation", ALL)
-def test_nan_passes_every_activation(place: str, activation: str) -> None:
-    """In a residual it stays where it is; infinities become what torch makes of them."""
-    p = Planes(1, 2, 2, 8, 4, 3, residual=True, activation=activation)
-    x, w = torch.ones(1, 1, 1, 4, device=place), torch.zeros(1, 1, 1, 2, device=place)
-    values = torch.tensor([math.nan, -2.0, 1e30 if activation == "gelu" else math.inf], device=place).view(1, 1, 1, 3)
-    y = torch.full((1, 1, 1, 3), 7.0, device=place)
-    run(p, x, w, y, residual=values)
-    assert torch.allclose(y, activated(values, activation), rtol=2e-6, atol=1e-7, equal_nan=True)
 
 
 @pytest.mark.gpu

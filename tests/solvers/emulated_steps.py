@@ -46,11 +46,11 @@ class EmulatedSteps(ConvSolver):
             b: torch.Tensor,
             out: torch.Tensor | None,
             workspace: torch.Tensor | None,
-            *added: torch.Tensor,
+            *bias: torch.Tensor,
         ) -> torch.Tensor:
             assert out is not None
             for step in steps:
-                launch(step, (a, b, out, workspace, *added), self.backwards)
+                launch(step, (a, b, out, workspace, *bias), self.backwards)
             return out
 
         return run

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.interpreter import interpreted
 from tests.kernels.test_finish import ALL
@@ -44,11 +44,6 @@ CASES = {
         ConvProblem(Pass.FPROP, 2, 3, 13, (STEPS, Axis(12, 3, 2, 1, 1, 1)), dtype="fp16"),
         Config(**SMALL, side=2, lines=2),
         ("fp16",),
-    ),
-    "winograd_gemm": (
-        ConvProblem(Pass.FPROP, 2, 17, 21, (Axis(3, 1), ODD)),
-        Config(tile=(32, 16, 16), warps=4, stages=2, outputs=4, parts=2),
-        ("fp32",),
     ),
     "direct_gemm": (ConvProblem(Pass.FPROP, 2, 3, 21, (STEPS, ODD)), SMALL, ("fp32",)),
     "patch_gemm": (
@@ -118,7 +113,7 @@ def test_views(name: str, form: str) -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["implicit_gemm", "winograd_gemm", "direct_gemm"])
+@pytest.mark.parametrize("name", ["implicit_gemm", "direct_gemm"])
 def test_groups_have_their_own(name: str) -> None:
     """Each is launched by itself: its part of the bias and of the residual."""
     p, c = layer(name, "channels_last", bias=True, residual=True, activation="relu",
@@ -140,8 +135,9 @@ def drawn(name: str) -> st.SearchStrategy[ConvProblem]:
         return first_layers(Pass.FPROP)
     if name == "patch_gemm":
         return dtypes.flatmap(lambda dtype: patches(Pass.FPROP, dtype))
-    dims = st.sampled_from((1, 1, 2, 3) if name != "winograd_gemm" else (1, 2))
-    return st.tuples(dtypes, dims).flatmap(lambda of: problems(Pass.FPROP, of[1], longest=7, dtype=of[0]))
+    return st.tuples(dtypes, st.sampled_from((1, 1, 2, 3))).flatmap(
+        lambda of: problems(Pass.FPROP, of[1], longest=7, dtype=of[0])
+    )
 
 
 @pytest.mark.sampled(3)
@@ -167,18 +163,7 @@ def test_any_layer_and_memory(name: str, data: st.DataObject) -> None:
         axis = p.axes[-1]
         sides = (1,) if axis.dilation > 1 and axis.kernel > 1 else (1, 2, 4)
         c = Config(**{**c, "side": data.draw(st.sampled_from([side for side in sides if side <= axis.out]), "side")})
-    if name == "winograd_gemm":
-        taps = p.axes[saved(p)].kernel
-        assume(taps < 8)
-        c = Config(**{**c, "outputs": 4 if taps < 6 else 2, "parts": data.draw(st.integers(1, 3), "parts")})
     check(solver, p, c, forms, False)
-
-
-def saved(p: ConvProblem) -> int:
-    """The axis along which products are saved."""
-    from tilewise.solvers.winograd._gemm import saving_axis
-
-    return saving_axis(p) or 0
 
 
 def computed(solver: Solver, p: ConvProblem, c: Config, tensors: list[torch.Tensor]) -> torch.Tensor:

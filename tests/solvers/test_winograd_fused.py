@@ -11,15 +11,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.kernels.emulator import emulated
-from tests.kernels.test_finish import ALL
 from tests.solvers.emulated_steps import EmulatedSteps
 from tests.solvers.test_solvers import Memory, biases, check, plus_bias
-from tests.strategies import allocate, described, with_memory
+from tests.strategies import with_memory
 
 from tilewise.machine.device import device_name
 from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
-from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
+from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.winograd import winograd_fused
@@ -74,8 +73,6 @@ def test_any_layer_and_memory(pass_: Pass, dims: int, data: st.DataObject) -> No
     p, forms = found
     p = replace(p, constant_weight=data.draw(st.booleans()), accumulate=data.draw(st.booleans()))
     p = replace(p, bias=data.draw(st.booleans(), "bias"))
-    if p.pass_ is Pass.FPROP and not p.accumulate:
-        p = replace(p, residual=data.draw(st.booleans(), "residual"), activation=data.draw(st.sampled_from(ALL)))
     c = Config(places=data.draw(st.sampled_from((8, 16, 24)), "places"))
     check(Emulated(data.draw(st.booleans(), "backwards")), p, c, forms, p.accumulate)
 
@@ -93,25 +90,6 @@ def test_channels_in_parts(pass_: Pass) -> None:
         check(SOLVER, p, c, PLAIN, False)
         workspaces.append(SOLVER.workspace(p, c))
     assert workspaces[0] > workspaces[1] > workspaces[2]
-
-
-@pytest.mark.sampled(2)
-@emulated
-@pytest.mark.parametrize("constant", [False, True])
-@pytest.mark.parametrize("form", ["contiguous", "channels_last", "space"])
-@pytest.mark.parametrize(("bias", "residual"), [(True, True), (False, True), (True, False)])
-def test_what_follows_the_sums(form: str, bias: bool, residual: bool, constant: bool) -> None:
-    """Each group with its part of bias and residual; channels of a group in parts where filters are not kept."""
-    axes = (Axis(3, 2, 1, 1, 1, 0), Axis(6, 3, 1, 1, 1, 1))
-    more = {"bias": bias, "residual": residual, "activation": "clamp:-0.5:0.75"}
-    p = replace(ConvProblem(Pass.FPROP, 2, 6, 132, axes, 2, constant_weight=constant), **more)  # type: ignore[arg-type]
-    meta = torch.device("meta")
-    p = described(p, {r: allocate(p.shape(r), torch.float32, meta, form if r != "w" else "contiguous", 0)[0]
-                      for r in ROLES})  # fmt: skip
-    c = Config(places=8) if constant else Config(places=8, parts=2)
-    assert SOLVER.does_add_residual(p, c)
-    assert SOLVER.does_activate(p, c)
-    check(SOLVER, p, c, ((form, 0), ("contiguous", 0), (form, 0)), False)
 
 
 @emulated

@@ -13,7 +13,6 @@ from fractions import Fraction
 
 from tilewise.kernels.codelets import literal
 from tilewise.kernels.cook_toom import POINTS, shift, transforms
-from tilewise.kernels.cuda.activations import activation_source
 from tilewise.kernels.cuda.launch import block_limits, read_source
 from tilewise.kernels.cuda.operands import constants
 from tilewise.kernels.cuda.warpgroup import multiply
@@ -61,7 +60,7 @@ class Planes:
 
     A task has two times ``places`` tiles, ``tiles`` in each line. ``held`` pairs of the tiles' points and
     ``filters_held`` points of filters wait in shared memory. ``together`` pairs are computed from what is read at a
-    time. Bias, residual and activation follow the sums, in this order.
+    time.
     """
 
     taps: int
@@ -73,8 +72,6 @@ class Planes:
     together: int = 1
     accumulate: bool = False
     bias: bool = False
-    residual: bool = False
-    activation: str = "none"
     name: str = "winograd_planes"
     threads: int = MULTIPLIERS + READERS
 
@@ -156,7 +153,7 @@ def _planes_source(p: Planes) -> str:
         "TAPS": p.taps, "WIDE_TAPS": p.wide_taps, "POINTS": p.points, "GROUPS": len(groups), "OUTPUTS": OUTPUTS,
         "CHANNELS": CHANNELS, "DEPTH": DEPTH, "TILES": p.tiles, "PLACES": p.places, "HELD": p.held,
         "FILTERS_HELD": p.filters_held, "ACCUMULATE": p.accumulate, "BIAS": p.bias,
-        "RESIDUAL": p.residual, "IMAGE_SHIFT": shift(matrices.input),
+        "IMAGE_SHIFT": shift(matrices.input),
         "READERS": READERS, "READER_REGISTERS": REGISTERS[1], "MULTIPLIER_REGISTERS": REGISTERS[0], "STAGED": STAGED,
         "SHARED_BYTES": p.shared,
     }  # fmt: skip
@@ -166,7 +163,7 @@ def _planes_source(p: Planes) -> str:
         "using i64 = long long;", constants(values),
         read_source("barriers.cu"), read_source("matrix_units.cu"), multiply("multiply_add", p.places),
         factors, "template <int GROUP> struct Points;", *(_points(k, g, matrices.input) for k, g in enumerate(groups)),
-        activation_source(p.activation), read_source("winograd_planes.cu"),
+        read_source("winograd_planes.cu"),
     ]  # fmt: skip
     return "\n".join(texts)
 

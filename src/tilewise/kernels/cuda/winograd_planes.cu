@@ -366,7 +366,7 @@ __device__ __forceinline__ void read_all(const Images& images, const Tasks& task
 struct Results {
   float* y;
   const int* exponents;
-  const float *bias, *residual;  // which lies as y does
+  const float* bias;
   int images, pitch, height, width, channels;
   i64 y_n, y_c, y_h, y_w;
 
@@ -414,11 +414,8 @@ struct Results {
 #pragma unroll
           for (int k = 0; k < EACH; ++k) {
             const float plain = staged[r * STAGED_PITCH + k * 32 + lane] * half[k] * factor * other_half[k];
-            float value = BIAS ? plain + more : plain;
-            if (to[k] != nullptr) {
-              if (RESIDUAL) value += __ldg(residual + (to[k] - y));
-              *to[k] = ACCUMULATE ? *to[k] + value : activated(value);
-            }
+            const float value = BIAS ? plain + more : plain;
+            if (to[k] != nullptr) *to[k] = ACCUMULATE ? *to[k] + value : value;
           }
 #pragma unroll
           for (int k = 0; k < EACH; ++k)
@@ -431,10 +428,10 @@ struct Results {
 
 extern "C" __global__ void __launch_bounds__(ALL, 1)
 winograd_planes(const float* __restrict__ x, const int* __restrict__ peaks, const unsigned short* __restrict__ parts_of_filters,
-                const int* __restrict__ exponents, float* __restrict__ y, const float* __restrict__ bias,
-                const float* __restrict__ residual, i64 step, i64 images, i64 shares, i64 channels, i64 filters_count,
-                i64 height, i64 width, i64 pitch, i64 before, i64 first_column, i64 out_height, i64 out_width,
-                i64 place_blocks, i64 segments, i64 x_n, i64 x_c, i64 x_h, i64 x_w, i64 y_n, i64 y_c, i64 y_h, i64 y_w) {
+                const int* __restrict__ exponents, float* __restrict__ y, const float* __restrict__ bias, i64 step, i64 images,
+                i64 shares, i64 channels, i64 filters_count, i64 height, i64 width, i64 pitch, i64 before, i64 first_column, i64 out_height,
+                i64 out_width, i64 place_blocks, i64 segments, i64 x_n, i64 x_c, i64 x_h, i64 x_w, i64 y_n, i64 y_c, i64 y_h,
+                i64 y_w) {
   char* memory = (char*)shared_memory();
   Tables& tables = *(Tables*)memory;
   float* raw = (float*)(memory + TABLES);
@@ -464,7 +461,7 @@ winograd_planes(const float* __restrict__ x, const int* __restrict__ peaks, cons
     read_all(read, tasks, tables, steps, raw, parts);
   } else {
     more_registers<MULTIPLIER_REGISTERS>();
-    const Results written = {y, exponents, bias, residual, (int)images, (int)pitch, (int)out_height, (int)out_width,
+    const Results written = {y, exponents, bias, (int)images, (int)pitch, (int)out_height, (int)out_width,
                              (int)filters_count, y_n, y_c, y_h, y_w};
     Multiplier multiplier = {tables, shared_address(parts) + (int)threadIdx.x / 128 * PLACES * 16, held,
                              {parts_of_filters, tasks, steps * POINTS}, kept((int)threadIdx.x)};

@@ -143,10 +143,9 @@ def _places(q, places, tiles, height, depth, FLAT: tl.constexpr):
 @triton.jit
 def _put(
     acc, first, EACH: tl.constexpr, begin, out, o, places, channels, depth, height, tiles, width,
-    y_n, y_c, y_d, y_h, y_w, image_exponents, filter_exponents, bias, residual,
-    M: tl.constexpr, ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    y_n, y_c, y_d, y_h, y_w, image_exponents, filter_exponents, bias,
+    M: tl.constexpr, ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Results [channels ``o``, places * EACH] of places from ``begin`` on: of each ``EACH`` from its ``first`` on."""
     e = tl.arange(0, EACH * BLOCK_P)
@@ -157,8 +156,8 @@ def _put(
     else:
         place = image * y_n + d * y_d + h * y_h + w * y_w
     valid = (begin + e // EACH < places) & (w < width)
-    write(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, residual,
-          True, ACCUMULATE, BIAS, RESIDUAL, ACTIVATION, FIRST, SECOND, ALIGNED)  # fmt: skip
+    write(acc, out, o, channels, y_c, place, valid, image_exponents, filter_exponents, image, bias, True, ACCUMULATE,
+          BIAS, ALIGNED)  # fmt: skip
 
 
 @triton.jit(
@@ -167,12 +166,12 @@ def _put(
     ]
 )  # fmt: skip
 def tile_gemm(
-    images, filters, image_exponents, filter_exponents, out, bias, residual,
+    images, filters, image_exponents, filter_exponents, out, bias,
     places, channels, depth, height, tiles, width, x_n, x_d, x_h, x_t, steps, taps_h, xt_d, xt_h,
     f_row, ft_d, ft_h, row_channels, y_n, y_c, y_d, y_h, y_w,
-    VALUES: tl.constexpr, M: tl.constexpr, ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, PROMOTE: tl.constexpr,
+    VALUES: tl.constexpr, M: tl.constexpr, ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, FLAT: tl.constexpr,
+    WIDE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+    PROMOTE: tl.constexpr,
 ):  # fmt: skip
     """``channels`` results for each of ``places`` (images * depth * height * tiles, the last fastest), ``M`` a tile.
 
@@ -234,8 +233,8 @@ def tile_gemm(
         for j in tl.static_range(M):
             acc = acc_0 if j == 0 else acc_1 if j == 1 else acc_2 if j == 2 else acc_3
             _put(acc, j, 1, begin, out, o, places, channels, depth, height, tiles, width, y_n, y_c, y_d, y_h, y_w,
-                 image_exponents, filter_exponents, bias, residual, M, ACCUMULATE, BIAS, RESIDUAL, ACTIVATION, FIRST,
-                 SECOND, FLAT, WIDE, ALIGNED, BLOCK_P)  # fmt: skip
+                 image_exponents, filter_exponents, bias, M, ACCUMULATE, BIAS, FLAT, WIDE, ALIGNED,
+                 BLOCK_P)  # fmt: skip
     else:
         # A tile's results side by side, so that neighbouring threads write neighbours.
         if M == 4:
@@ -243,8 +242,8 @@ def tile_gemm(
         else:
             acc = tl.join(acc_0, acc_1)
         _put(tl.reshape(acc, (BLOCK_O, M * BLOCK_P)), 0, M, begin, out, o, places, channels, depth, height, tiles,
-             width, y_n, y_c, y_d, y_h, y_w, image_exponents, filter_exponents, bias, residual, M, ACCUMULATE, BIAS,
-             RESIDUAL, ACTIVATION, FIRST, SECOND, FLAT, WIDE, ALIGNED, BLOCK_P)  # fmt: skip
+             width, y_n, y_c, y_d, y_h, y_w, image_exponents, filter_exponents, bias, M, ACCUMULATE, BIAS, FLAT, WIDE,
+             ALIGNED, BLOCK_P)  # fmt: skip
 
 
 @triton.jit(

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["BIAS", "FIRST", "OUT", "SECOND", "WORKSPACE", "Step", "StepsRun", "compiled"]
 
 FIRST, SECOND, OUT, WORKSPACE, BIAS = range(5)
-"""Numbers of the tensors that a step's pointers refer to: operands, result, workspace and bias.
-
-A residual follows the bias, and has its number where there is none.
-"""
+"""Numbers of the tensors that a step's pointers refer to: operands, result, workspace and bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +61,19 @@ class StepsRun:
         b: torch.Tensor,
         out: torch.Tensor | None,
         workspace: torch.Tensor | None,
-        *added: torch.Tensor,
+        *bias: torch.Tensor,
     ) -> torch.Tensor:
         assert out is not None
         space = 0 if workspace is None else workspace.data_ptr()
-        self.run_pointers(a.data_ptr(), b.data_ptr(), out.data_ptr(), space, *(t.data_ptr() for t in added))
+        self.run_pointers(a.data_ptr(), b.data_ptr(), out.data_ptr(), space, *(t.data_ptr() for t in bias))
         return out
 
-    def run_pointers(self, a: int, b: int, out: int, workspace: int, *added: int) -> None:
+    def run_pointers(self, a: int, b: int, out: int, workspace: int, *bias: int) -> None:
         """Queue the kernels on the current stream of the device that they were compiled for."""
         if self._native is not None:
-            self._native(self._stream(self._device), a, b, out, workspace, *added)
+            self._native(self._stream(self._device), a, b, out, workspace, *bias)
         else:
-            self._launch(a, b, out, workspace, *added)
+            self._launch(a, b, out, workspace, *bias)
 
     def _launch(self, *addresses: int) -> None:
         """Launch one kernel after the other."""

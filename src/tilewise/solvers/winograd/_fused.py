@@ -36,8 +36,6 @@ LARGEST = 2**31 - 2**20
 """Most elements of an image, places of all images, and bytes between what a block reads: kernels count in 32 bits."""
 OF_BLOCK = 8
 """Filters that one thread block prepares."""
-End = tuple[bool, bool, bool, str]
-"""What is done to sums: whether they are added to the result, and whether bias and residual are; the activation."""
 MOST_SHARES = 64
 """Most blocks that search one image for its peak: all blocks of the convolution read the peaks they find."""
 
@@ -83,7 +81,7 @@ class Layout:
         """Lines from one image's to the next one's."""
         self.places = places
         self.program = _block(self.taps, self.wide_taps, -(-self.out_width // OUTPUTS), p.batch * self.pitch, places,
-                              (p.accumulate, p.bias, p.residual, p.activation))  # fmt: skip
+                              p.accumulate, p.bias)  # fmt: skip
         self.segments = -(-self.out_width // (OUTPUTS * self.program.tiles))
         self.place_blocks = -(-p.batch * self.pitch * self.program.tiles // (2 * places))
         share = -(-self.channel_blocks // parts) * CHANNELS
@@ -147,7 +145,7 @@ def _pitch(height: int, out_height: int, taps: int, before: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _block(taps: int, wide_taps: int, tiles: int, lines: int, places: int, end: End) -> Planes:
+def _block(taps: int, wide_taps: int, tiles: int, lines: int, places: int, accumulate: bool, bias: bool) -> Planes:
     """The kernel for blocks with two times ``places`` tiles, for ``lines`` lines of ``tiles`` tiles each.
 
     Lines are divided into equal segments. Raises ``ValueError`` where nothing fits shared memory.
@@ -156,7 +154,7 @@ def _block(taps: int, wide_taps: int, tiles: int, lines: int, places: int, end: 
         raise ValueError(f"places={places}: a multiple of 8 up to {PLACES[-1]} would do")
     best: tuple[int, Planes] | None = None
     for segment in dict.fromkeys(-(-tiles // -(-tiles // most)) for most in range(min(tiles, 2 * places), 0, -1)):
-        program = _held(taps, wide_taps, segment, places, end)
+        program = _held(taps, wide_taps, segment, places, accumulate, bias)
         if program is None:
             continue
         blocks = -(-tiles // segment) * -(-lines * segment // (2 * places))
@@ -169,13 +167,13 @@ def _block(taps: int, wide_taps: int, tiles: int, lines: int, places: int, end: 
     return best[1]
 
 
-def _held(taps: int, wide_taps: int, tiles: int, places: int, end: End) -> Planes | None:
+def _held(taps: int, wide_taps: int, tiles: int, places: int, accumulate: bool, bias: bool) -> Planes | None:
     """The kernel that keeps as much waiting in shared memory as fits, or ``None`` where nothing fits."""
     pairs = (OUTPUTS + wide_taps) // 2
     for together in (3 if pairs == 3 else 2, 1):
         most = range(2 * together, together, -1)
         for held, filters_held in (*itertools.product(most, (5, 4)), *itertools.product(most, (3,))):
-            program = Planes(taps, wide_taps, tiles, places, held, filters_held, together, *end)
+            program = Planes(taps, wide_taps, tiles, places, held, filters_held, together, accumulate, bias)
             if not program.problems():
                 return program
     return None
@@ -275,8 +273,7 @@ def _convolve(layout: Layout, source: View, result: View, prepared: tuple[tuple[
     count = result.sizes[1]
     grid = min(PROCESSORS, -(-count // CHANNELS) * layout.place_blocks * layout.segments)
     added = (BIAS, bias) if layout.p.bias else (OUT, 4 * result.offset)
-    like = (BIAS + layout.p.bias if layout.p.residual else OUT, 4 * result.offset)
-    pointers = ((FIRST, 4 * source.offset), *prepared, (OUT, 4 * result.offset), added, like)
+    pointers = ((FIRST, 4 * source.offset), *prepared, (OUT, 4 * result.offset), added)
     scalars = (
         grid, layout.p.batch, layout.shares, layout.read, count, layout.height, layout.width, layout.pitch,
         layout.before, layout.first_column, layout.out_height, layout.out_width, layout.place_blocks, layout.segments,

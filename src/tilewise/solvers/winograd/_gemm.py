@@ -18,7 +18,7 @@ from tilewise.solvers.common.buffers import Arena
 from tilewise.solvers.common.packing import Packing, PeakSearch, chunks_of, find_peaks, pack
 from tilewise.solvers.common.split_products import ADD_BLOCK, LONGEST, UNIT, Tile
 from tilewise.solvers.common.sweeps import Extent, Packed, Sweep, backward, extent, forward
-from tilewise.solvers.common.views import OUT, A, B, View, at, epilogue, group_views, launch, residual_like, within
+from tilewise.solvers.common.views import OUT, A, B, View, at, group_views, launch, within
 
 if TYPE_CHECKING:
     from tilewise.kernels.triton.launch import Launch
@@ -149,7 +149,6 @@ def _gather(layout: TilesLayout, source: View, filters: View, out: View, bias: A
     axis = layout.axes[2]
     begin = axis.before - axis.kernel + 1 if layout.p.pass_ is Pass.DGRAD else -axis.before
     weight = PeakSearch(filters, B, layout.other_peaks, 1)
-    plain = layout.p.changed(residual=False, activation="none")
     for first, count in layout.blocks:
         images, both = PeakSearch(source.narrow(0, first, count), A, layout.source_peaks, layout.chunks), first == 0
         yield find_peaks(images, weight, both=both)  # and then transform what caches may still hold
@@ -164,11 +163,9 @@ def _gather(layout: TilesLayout, source: View, filters: View, out: View, bias: A
             )  # fmt: skip
             yield _transform(layout, block, other, both=both)
             adds, more = layout.p.accumulate or number > 0, None if number else bias
-            finished = layout.p if number == len(layout.shares) - 1 else plain  # the last sums are what it is all for
             for sweeps in itertools.product(*layout.sweeps):
                 if all(sweep.taps for sweep in sweeps) or not adds or more:
-                    part = out.narrow(0, first, count)
-                    yield _gemm(layout, finished, sweeps, number, part, first, more, adds=adds)
+                    yield _gemm(layout, sweeps, number, out.narrow(0, first, count), first, more, adds=adds)
 
 
 def _gradient(layout: TilesLayout, source: View, gradients: View, out: View) -> Iterator[Launch]:
@@ -249,14 +246,9 @@ def _values(points: int) -> tuple[float, ...]:
     return tuple(float(value) for value in POINTS[points - 1])
 
 
-def _gemm(
-    layout: TilesLayout, p: ConvProblem, sweeps: Sequence[Sweep], share: int, out: View, first: int, bias: Any, *,
-    adds: bool,
-) -> Launch:  # fmt: skip
-    """The launch of one sweep's products and their transform to results; with ``adds`` it adds to them.
-
-    It goes on with what follows in the problem ``p``.
-    """
+def _gemm(layout: TilesLayout, sweeps: Sequence[Sweep], share: int, out: View, first: int, bias: Any, *,
+          adds: bool) -> Launch:  # fmt: skip
+    """The launch of one sweep's products and their transform to results; with ``adds`` it adds to them."""
     from tilewise.kernels.triton import winograd as kernels
 
     tile, source, filters = layout.tile, layout.source, layout.other
@@ -266,15 +258,13 @@ def _gemm(
         out = out.narrow(dim, sweep.first, sweep.count)
     pitches = [stride * sweep.stride for stride, sweep in zip(out.strides[2:4], sweeps, strict=True)]
     taps = [sweep.taps for sweep in sweeps]
-    target = within(out, OUT)
     steps = math.prod(taps) * source.channels // tile.depth
     return launch(
         kernels.tile_gemm,
         [-(-channels // tile.channels) * -(-places // tile.columns)],
         [at(layout.source_slot, source.offset([*(sweep.start for sweep in sweeps), 0])),
          at(layout.other_slots[share], filters.offset([*(sweep.first_tap for sweep in sweeps), 0])),
-         at(layout.source_exponents, first), at(layout.other_exponents), target, bias or target,
-         residual_like(p, target)],
+         at(layout.source_exponents, first), at(layout.other_exponents), within(out, OUT), bias or within(out, OUT)],
         [places, channels, *counts, layout.tiles, layout.written, source.image * source.row,
          *source.strides([*(sweep.step for sweep in sweeps), 1]),
          steps, taps[1],
@@ -282,9 +272,8 @@ def _gemm(
          filters.image * filters.row, *filters.strides([*(sweep.tap_stride for sweep in sweeps), 1])[:2],
          source.channels, *out.strides[:2], *pitches, out.strides[4]],
         warps=tile.warps, stages=tile.stages,
-        VALUES=_values(layout.points), M=layout.m, ACCUMULATE=adds, BIAS=bool(bias), **epilogue(p),
-        FLAT=counts[0] == 1, WIDE=out.span >= 2**31, ALIGNED=out.aligned,
-        BLOCK_O=tile.channels, BLOCK_P=tile.columns, BLOCK_K=tile.depth,
+        VALUES=_values(layout.points), M=layout.m, ACCUMULATE=adds, BIAS=bool(bias), FLAT=counts[0] == 1,
+        WIDE=out.span >= 2**31, ALIGNED=out.aligned, BLOCK_O=tile.channels, BLOCK_P=tile.columns, BLOCK_K=tile.depth,
         PROMOTE=1 if steps <= FEW_STEPS and tile.depth >= DEEP else LONGEST // tile.depth,
     )  # fmt: skip
 

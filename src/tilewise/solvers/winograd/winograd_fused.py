@@ -12,7 +12,6 @@ from tilewise.kernels.cuda.launch import unavailable
 from tilewise.kernels.cuda.winograd import CHANNELS, DEPTH
 from tilewise.machine.device import torch_device
 from tilewise.plan import Config
-from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
 from tilewise.solvers.common.cuda_run import Step, compiled
@@ -44,15 +43,13 @@ class WinogradFused(ConvSolver):
     in ``parts``, one after another. Prepared filters are kept where they are constant.
     """
 
-    name, version = "winograd_fused", 3
+    name, version = "winograd_fused", 2
     passes = frozenset({Pass.FPROP, Pass.DGRAD})
     devices = frozenset({"cuda"})
     dtypes = frozenset({"fp32"})
     dims = frozenset({1, 2})
     compiles = True
     adds_bias = True
-    adds_residual = True
-    activations = frozenset(CONV_ACTIVATIONS)
     kin = "Winograd's transforms on matrix units"
     accumulates = True
     most_configs = 1

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 
 from tilewise.plan import Config
-from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 from tilewise.solvers.common.split_products import Tile, refused
@@ -63,13 +62,11 @@ class WinogradGemm(ConvSolver):
     so that only operands are transformed in memory: ``images`` of them and ``parts`` of their channels at a time.
     """
 
-    name, version = "winograd_gemm", 4
+    name, version = "winograd_gemm", 3
     devices = frozenset({"cuda"})
     dtypes = frozenset({"fp32"})
     compiles = True
     adds_bias = True
-    adds_residual = True
-    activations = frozenset(CONV_ACTIVATIONS)
     kin = "Winograd's transforms on matrix units"
     accumulates = True
     amounts = Solver.amounts | {"parts"}
