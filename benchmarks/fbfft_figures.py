@@ -146,13 +146,14 @@ def _earlier(settings: Settings) -> tuple[dict[str, Row], dict[str, dict[str, An
 
 
 def _share(settings: Settings, waiting: list[Configuration]) -> list[Configuration]:
-    """Those that this process measures, of all that wait. Raises :class:`BadInput`."""
+    """Those that this process measures, of all that wait: some of every kernel size. Raises :class:`BadInput`."""
     number, _, count = settings.text("part").partition("/")
     if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
         raise BadInput(
             f"part={settings.text('part')!r}: 0/2 for the first of two processes, 1/2 for the other would do"
         )
-    return waiting[int(number) :: int(count)]
+    kernels = len(settings.integers("kernels"))
+    return [each for place, each in enumerate(waiting) if place // kernels % int(count) == int(number)]
 
 
 def _plan(settings: Settings, planner: Planner, several: list[Configuration]) -> None:

@@ -162,8 +162,14 @@ def _earlier(path: Path | None, wanted: dict[str, Any]) -> dict[str, Any] | None
         machine, quick = document["machine"], document["settings"]["quick"]
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{path} is no result of a benchmark ({error}): move it away") from error
-    found = {"schema": document["schema"], "machine": {**machine, "tilewise": None}, "quick": quick}
-    return document if found == {**wanted, "machine": {**wanted["machine"], "tilewise": None}} else None
+    found = {"schema": document["schema"], "machine": _alike(machine), "quick": quick}
+    return document if found == {**wanted, "machine": _alike(wanted["machine"])} else None
+
+
+def _alike(machine: dict[str, Any]) -> dict[str, Any]:
+    """What must be the same in an earlier run. How many cores a GPU's host has does not count."""
+    others = ("tilewise", "cores", "threads") if machine.get("cuda") else ("tilewise",)
+    return {name: value for name, value in machine.items() if name not in others}
 
 
 def _beside(path: Path | None, name: str, wanted: dict[str, Any]) -> tuple[dict[str, Any], ...]:

@@ -162,7 +162,8 @@ def test_figures_go_on_where_they_stopped(cache: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_figures_are_measured_in_parts(cache: Path, tmp_path: Path) -> None:
     """Two processes measure a half each, and a third one has the rows of both without measuring anything."""
-    options = ["--quick", "--device", "cpu", "--out", str(tmp_path), "--set", "sample=3", "--set", "sizes=1"]
+    options = ["--quick", "--device", "cpu", "--out", str(tmp_path)]
+    options += [word for option in ("sample=3", "sizes=1", "kernels=3") for word in ("--set", option)]
     for part in ("0/2", "1/2"):
         done = run("fbfft_figures", *options, "--label", part[0], "--set", f"part={part}", cache=cache)
         assert done.returncode == 0, done.stderr
