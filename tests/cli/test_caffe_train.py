@@ -78,13 +78,13 @@ SGD = 'base_lr: 0.05 momentum: 0.9 weight_decay: 0.0005 lr_policy: "inv" gamma: 
 
 
 def test_lenet_learns_digits_and_is_scored_and_timed(digits: Path, run: Run) -> None:
-    solver = write_files(digits, f"{SGD} max_iter: 60 display: 20 test_iter: 2 test_interval: 60 random_seed: 3")
+    solver = write_files(digits, f"{SGD} max_iter: 120 display: 40 test_iter: 2 test_interval: 120 random_seed: 3")
     result = run("caffe", "train", "-solver", solver)
     assert result.exit_code == 0, result.stderr
     before, after = (float(value) for value in re.findall(r"Test net output #0: accuracy = (\S+)", result.stderr))
     assert before < 0.4
-    assert after > 0.8  # chance is 0.1
-    weights = str(digits / "lenet_iter_60.caffemodel")
+    assert after > 0.7  # chance is 0.1
+    weights = str(digits / "lenet_iter_120.caffemodel")
     scored = run("caffe", "test", f"-model={digits}/lenet.prototxt", "-weights", weights, "--iterations=2")
     mean = re.search(r"\] accuracy = (\S+)$", scored.stderr, re.MULTILINE)
     assert mean is not None, scored.stderr
