@@ -53,12 +53,13 @@ class Limits:
     def next(self) -> float:
         """The next limit. At least one sum must have been refused.
 
-        While all sums were refused, it is lowered as if the plans alone erred. What else errs in the whole, such as
-        norms, shows when one was enough: the whole's square grows with the plans' squares along a line.
+        While all sums were refused, it is lowered as if the plans alone erred, in ever longer steps. What else errs in
+        the whole, such as norms, shows when one was enough: the whole's square grows with the plans' squares along a
+        line.
         """
         squares, excess = self.tried[-1]
         if not self.allowed:
-            return squares / min(max(excess, LEAST_STEP**2), MOST_STEP**2)
+            return squares / min(max(excess, LEAST_STEP**2) ** len(self.tried), MOST_STEP**2)
         low, least = max(each for each in self.tried if each[0] <= self.allowed)
         high, most = min(each for each in self.tried if each[0] >= self.refused)
         wanted = low + (AIM**2 - least) * (high - low) / (most - least)
