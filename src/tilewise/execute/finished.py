@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise.execute.node import Addressed, Node, Results, flat_call
 from tilewise.kernels.building import target
 from tilewise.kernels.native.sequence import LaunchSequence, joined
-from tilewise.problems.activations import activate, activation_kind, activation_parameters
+from tilewise.problems.activations import activate, activation_kind, kernel_parameters
 from tilewise.problems.base import Problem, Tensors, layout_of
 from tilewise.solvers import Run
 from tilewise.solvers.common.buffers import ALIGNMENT
@@ -56,7 +56,7 @@ class Finished(Node):
         p, last = self._problem, len(self._problem.operands) + 2
         result = Pointer(last - 2, 0, out.dtype)
         adds, adds_residual = p.bias and not self._inner.adds, p.residual and not self._inner.adds_residual
-        kind, (first, second, *_) = activation_kind(p.activation), (*activation_parameters(p.activation), 0.0, 0.0)
+        kind, (first, second) = activation_kind(p.activation), kernel_parameters(p.activation)
         one = launch(
             finish, (-(-out.numel() // BLOCK),),
             (

@@ -17,6 +17,7 @@ __all__ = [
     "activation_kind",
     "activation_name",
     "activation_parameters",
+    "kernel_parameters",
     "require_activation",
 ]
 
@@ -63,6 +64,16 @@ def activation_kind(name: str) -> str:
 def activation_parameters(name: str) -> tuple[float, ...]:
     """The parameters in an activation's name, in the order of :data:`PARAMETERS`; none for most."""
     return tuple(float(text) for text in name.split(":")[1:])
+
+
+def kernel_parameters(name: str) -> tuple[float, float]:
+    """The parameters of an activation as kernels take them: always two numbers, 0 where it has fewer.
+
+    >>> kernel_parameters("leaky_relu:0.1")
+    (0.1, 0.0)
+    """
+    first, second, *_ = (*activation_parameters(name), 0.0, 0.0)
+    return first, second
 
 
 def require_activation(name: object) -> None:

@@ -17,6 +17,7 @@ from tilewise.problems.activation_names import (
     activation_kind,
     activation_name,
     activation_parameters,
+    kernel_parameters,
     require_activation,
 )
 
@@ -31,6 +32,7 @@ __all__ = [
     "activation_name",
     "activation_parameters",
     "gradient_from_result",
+    "kernel_parameters",
     "require_activation",
 ]
 

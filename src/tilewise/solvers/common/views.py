@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.problems.activations import activation_kind, activation_parameters
+from tilewise.problems.activations import activation_kind, kernel_parameters
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.common.buffers import Slot
@@ -150,7 +150,7 @@ def residual_like(p: ConvProblem, result: Any) -> Any:
 
 def epilogue(p: ConvProblem) -> dict[str, Any]:
     """A kernel's compile-time constants for what follows sums and bias: the residual, and the activation."""
-    first, second, *_ = (*activation_parameters(p.activation), 0.0, 0.0)
+    first, second = kernel_parameters(p.activation)
     return {"RESIDUAL": p.residual, "ACTIVATION": activation_kind(p.activation), "FIRST": first, "SECOND": second}
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.problems.activations import activation_kind, activation_parameters
+from tilewise.problems.activations import activation_kind, kernel_parameters
 from tilewise.problems.base import ALIGNMENT
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
@@ -181,7 +181,6 @@ def _gather(p: ConvProblem, tile: Tile, a: torch.Tensor, b: torch.Tensor, out: t
     if packed:
         area = width.kernel * p.out_channels
         filters = (1, height.kernel * area, area, p.out_channels)
-    parameters = (*activation_parameters(p.activation), 0.0, 0.0)[:2]
     constants: dict[str, Any] = {
         "SOURCE": strides_of(a), "FILTERS": filters, "OUT": strides_of(out),
         "SIZES": _space(a), "OUTS": _space(out), "TILES": shape,
@@ -189,7 +188,8 @@ def _gather(p: ConvProblem, tile: Tile, a: torch.Tensor, b: torch.Tensor, out: t
         "ROWS": rows.taps, "ROW_CHECKS": rows.checks, "COLUMNS": columns.taps, "COLUMN_CHECKS": columns.checks,
         "PLANES": _planes(depth, backward), "FLAT": depth == UNIT, "KERNEL": _kernel(p),
         "SHARED": 1 if backward else multiplier, "SUMMED": multiplier if backward else 1, "ACCUMULATE": p.accumulate,
-        "BIAS": p.bias, "RESIDUAL": p.residual, "ACTIVATION": activation_kind(p.activation), "PARAMETERS": parameters,
+        "BIAS": p.bias, "RESIDUAL": p.residual, "ACTIVATION": activation_kind(p.activation),
+        "PARAMETERS": kernel_parameters(p.activation),
         "VECTOR": vector, "OUT_VECTOR": out_vector, "RUN": promised(p, tile, p.operands[0], strides_of(a)),
         "OUT_RUN": promised(p, tile, p.result, strides_of(out)), "RUN_C": math.gcd(8, channels, tile.channels),
         "TILE_H": tile.rows, "TILE_W": tile.columns, "LANES": tile.lanes, "LANES_C": tile.channels,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise.plan import Config
-from tilewise.problems.activations import activation_kind, activation_parameters
+from tilewise.problems.activations import activation_kind, kernel_parameters
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.separable.problem import SeparableProblem
 from tilewise.problems.separable.stages import parted
@@ -298,18 +298,14 @@ def launch_of(p: SeparableProblem, tile: Tile, x: torch.Tensor, out: torch.Tenso
         Pointer(ADDED, 0, dtype) if p.residual else result,
     )  # fmt: skip
 
-    def parameters(function: str) -> tuple[float, float]:
-        first, second, *_ = (*activation_parameters(function), 0.0, 0.0)
-        return first, second
-
     constants = {
         "SOURCE": _steps_of(x), "TARGET": _steps_of(out), "SIZES": (height.size, width.size),
         "OUTS": (height.out, width.out), "CHANNELS": p.channels, "OUTPUTS": p.out_channels,
         "KERNEL": (height.kernel, width.kernel), "STRIDE": (height.stride, width.stride),
         "DILATION": (height.dilation, width.dilation), "BEFORE": (height.before, width.before),
         "COLUMNS": _checks(p, tile), "ROWS_CHECKED": _rows_checked(p, tile),
-        "INNER": activation_kind(p.inner[0]), "INNER_PARAMETERS": parameters(p.inner[0]), "RESIDUAL": p.residual,
-        "ACTIVATION": activation_kind(p.activation), "PARAMETERS": parameters(p.activation), "LANES": tile.lanes,
+        "INNER": activation_kind(p.inner[0]), "INNER_PARAMETERS": kernel_parameters(p.inner[0]), "RESIDUAL": p.residual,
+        "ACTIVATION": activation_kind(p.activation), "PARAMETERS": kernel_parameters(p.activation), "LANES": tile.lanes,
         "EDGE": tile.edge, "BLOCK_K": tile.depth, "PIECES": tile.pieces, "PARTS": parts_of(p, tile),
         "WIDTH": tile.width,
     }  # fmt: skip
