@@ -83,7 +83,7 @@ def test_lenet_learns_digits_and_is_scored_and_timed(digits: Path, run: Run) -> 
     assert result.exit_code == 0, result.stderr
     before, after = (float(value) for value in re.findall(r"Test net output #0: accuracy = (\S+)", result.stderr))
     assert before < 0.4
-    assert after > 0.7  # chance is 0.1
+    assert after > 0.8  # chance is 0.1
     weights = str(digits / "lenet_iter_120.caffemodel")
     scored = run("caffe", "test", f"-model={digits}/lenet.prototxt", "-weights", weights, "--iterations=2")
     mean = re.search(r"\] accuracy = (\S+)$", scored.stderr, re.MULTILINE)
