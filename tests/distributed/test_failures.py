@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -123,7 +122,10 @@ ENDING = """
 import sys, time, torch.distributed as dist
 from tilewise.comm.link import Link
 from tilewise.comm.watchdog import Watchdog
-dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
+port = int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, is_master=port == 0, wait_for_workers=False)
+print(store.port, flush=True)
+dist.init_process_group("gloo", store=store, rank=int(sys.argv[1]), world_size=2)
 for watchdog in [Watchdog(Link([0, 1], 20.0)) for _ in range(6)]:
     watchdog._interval = 0.0
     watchdog.start()
@@ -136,10 +138,10 @@ if sys.argv[1] == "0":  # it keeps the store
 
 def test_a_program_ends_in_order_while_its_threads_watch() -> None:
     """What comes back from the store into a Python that has ended would abort the process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", ENDING]
-    ranks = [subprocess.Popen([*command, str(rank), port], env=environment) for rank in (0, 1)]
-    assert [rank.wait(timeout=60) for rank in ranks] == [0, 0]
+    with subprocess.Popen([*command, "0", "0"], env=environment, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        port = first.stdout.readline().strip()
+        second = subprocess.run([*command, "1", port], env=environment, timeout=60, check=False)
+        assert (first.wait(timeout=60), second.returncode) == (0, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,13 @@ def program(port: int, folder: str) -> dict[str, float]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks)
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
     )
     os.chdir(folder)
     text = PAGE.read_text("utf-8")
@@ -43,10 +48,9 @@ def program(port: int, folder: str) -> dict[str, float]:
     "ranks", [2, pytest.param(4, marks=pytest.mark.skipif(not EVERY, reason="as by 2: make test-all runs it"))]
 )
 def test_blocks_run(ranks: int, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    found = run(ranks, program, port, str(tmp_path), timeout=250)
+    # As torchrun does: it serves the store itself. A port that rank 0 were to listen at could be taken until then.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = run(ranks, program, store.port, str(tmp_path), timeout=250)
     assert all(one == found[0] for one in found)
     assert found[0]["bandwidth"] > 0
     saved = torch.load(tmp_path / "model.pt", weights_only=True)

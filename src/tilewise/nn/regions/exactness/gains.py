@@ -16,18 +16,21 @@ __all__ = ["gains_of"]
 
 PRODUCTS = (fused.convolution, fused.linear)
 PROBES = 2
-"""Random directions of the results along which is derived. The mean of their squares is the gain's."""
+"""Random directions of the results along which is derived, where no other number is asked for."""
 SEED = 20
 
 
-def gains_of(traced: Traced, nodes: Collection[fx.Node], tensors: Sequence[Tensor]) -> Mapping[fx.Node, float] | None:
+def gains_of(
+    traced: Traced, nodes: Collection[fx.Node], tensors: Sequence[Tensor], probes: int = PROBES
+) -> Mapping[fx.Node, float] | None:
     """By how much a relative L2 error in the result of each of ``nodes`` grows in the results of the whole.
 
     ``traced`` may be rewritten; ``tensors`` are its inputs. Errors of rounding point in all directions alike. So the
     expected square is the squared Frobenius norm of the Jacobian from a node to the results, times the square of the
     node's norm, over its elements and the square of the results' norm. The Jacobian's norm is estimated without it:
-    it is the mean of the squares of derivatives along random directions of the results (Hutchinson 1990), which one
-    backward pass gives for all nodes at once.
+    it is the mean of the squares of derivatives along ``probes`` random directions of the results (Hutchinson 1990).
+    One backward pass gives those of all nodes at once. Directions have elements of 1 and -1, so that one probe is exact
+    for a single result. All nodes share the directions, so the ratio of two gains is known better than each gain.
 
     Returns ``None`` where torch cannot derive the results, or where gains are not finite.
 
@@ -44,11 +47,11 @@ def gains_of(traced: Traced, nodes: Collection[fx.Node], tensors: Sequence[Tenso
         watched = _Watched(traced, nodes)
         try:
             results = [t for t in watched.run(*(t.detach() for t in tensors)) if t.requires_grad]
-            squares = _derived(results, watched.seen)
+            squares = _derived(results, watched.seen, probes)
         except (RuntimeError, TypeError, ValueError, NotImplementedError):  # operators without derivative, no memory
             return None
     gains = {
-        node: math.sqrt(squares[node] / PROBES / seen.numel()) * float(seen.detach().double().norm())
+        node: math.sqrt(squares[node] / probes / seen.numel()) * float(seen.detach().double().norm())
         for node, seen in watched.seen.items()
     }
     return gains if all(map(math.isfinite, gains.values())) else None
@@ -82,18 +85,18 @@ class _Watched(fx.Interpreter):
         return target(x, w.to(x.dtype), None if b is None else b.to(x.dtype), *rest)  # type: ignore[no-any-return]
 
 
-def _derived(results: Sequence[Tensor], seen: Mapping[fx.Node, Tensor]) -> dict[fx.Node, float]:
+def _derived(results: Sequence[Tensor], seen: Mapping[fx.Node, Tensor], probes: int) -> dict[fx.Node, float]:
     """Sums over the probes of the squared norms of derivatives, along directions in units of each result's norm."""
     sums = dict.fromkeys(seen, 0.0)
     norms = [float(result.detach().double().norm()) or 1.0 for result in results]
-    for probe in range(PROBES):
+    for probe in range(probes):
         generator = torch.Generator(device=results[0].device).manual_seed(SEED + probe)
         directions = [
-            torch.randn(result.shape, generator=generator, dtype=result.dtype, device=result.device) / norm
+            torch.randn(result.shape, generator=generator, dtype=result.dtype, device=result.device).sgn() / norm
             for result, norm in zip(results, norms, strict=True)
         ]
         found = torch.autograd.grad(
-            results, list(seen.values()), directions, retain_graph=probe + 1 < PROBES, allow_unused=True
+            results, list(seen.values()), directions, retain_graph=probe + 1 < probes, allow_unused=True
         )
         for node, derivative in zip(seen, found, strict=True):
             if derivative is not None:
