@@ -35,17 +35,6 @@ USUAL_MISS = 0.03
 """How far a measured rate is usually from the expected one, as the difference of their logarithms."""
 MISSES = 2.0
 """Points are measured that may be the best if their rate is so many times the usual miss above the expected one."""
-TRIED_SHARE = 0.25
-"""The largest share of the time that is left in which a single point is measured more thoroughly."""
-IN_TURNS_S = 4.5
-"""Seconds for timing the best points in turns, where they are short."""
-RUNNERS_UP = 3
-"""The best few points by each measure that are timed in turns."""
-FIRST_SHARE, SWEEP_SHARE, FINAL_SHARE, END_SHARE = 0.5, 0.7, 0.88, 0.93
-"""Shares of the time by which the asked point, all points, and the best ones in turns are to be done, and when work is
-stopped. A run or a compilation that has begun is finished, and what was found is still to be shown."""
-WORTH = 0.94
-"""Points that are expected to reach less than this of the best are not measured: a fit is not exact, nor are times."""
 
 
 @dataclass
