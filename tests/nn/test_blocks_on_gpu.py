@@ -52,8 +52,8 @@ class Plans:
     def error(self, problem: Problem, plan: Plan) -> float | None:
         return 1e-4
 
-    def more_exact(self, problem: Problem, most: float) -> tuple[Plan, float] | None:
-        return None
+    def kinds(self, problem: Problem) -> Sequence[Plan]:
+        return ()
 
 
 @interpreted

@@ -11,10 +11,13 @@ import pytest
 import torch
 from tests import toys
 from tests.nn.regions.kept import images, net
+from torch.nn import functional
 
 from tilewise import solvers
 from tilewise.nn.layers.weights import Weights
+from tilewise.nn.programs.program import Program
 from tilewise.nn.regions import region
+from tilewise.nn.regions.exactness.local import local_errors
 from tilewise.nn.regions.layouts import Way
 from tilewise.nn.regions.region import Planning, plan_region
 from tilewise.nn.regions.trace import trace
@@ -23,6 +26,7 @@ from tilewise.plan import Error, Measurement, Plan
 from tilewise.planner import Planner
 from tilewise.planner.search.leaves import leaf_plan
 from tilewise.problems.base import Problem
+from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers import get
 from tilewise.wisdom import Wisdom
 
@@ -38,10 +42,10 @@ def plan_by(problem: Problem, name: str, ms: float, error: float) -> Plan:
 class Plans:
     """Two plans of every convolution in channels_last, of which the first is said to be faster and less exact."""
 
-    def __init__(self, *refused: str, has_exact: bool = False, errs: bool = True, other: float = 1e-7) -> None:
+    def __init__(self, *refused: str, exact_ms: float = math.inf, errs: bool = True, other: float = 1e-7) -> None:
         self.checked: list[str] = []
-        self.asked: list[float] = []
-        self.refused, self.has_exact, self.errs, self.other = refused, has_exact, errs, other
+        self.asked: list[Problem] = []
+        self.refused, self.exact_ms, self.errs, self.other = refused, exact_ms, errs, other
 
     def all(self, problems: Sequence[Problem]) -> Mapping[Problem, Sequence[Plan]]:
         return {
@@ -61,9 +65,21 @@ class Plans:
         assert plan.error is not None
         return None if plan.solver in self.refused else plan.error.l2
 
-    def more_exact(self, problem: Problem, most: float) -> tuple[Plan, float] | None:
-        self.asked.append(most)
-        return (plan_by(problem, "fused_lowering", 0.0005, 1e-9), 1e-9) if self.has_exact else None
+    def kinds(self, problem: Problem) -> Sequence[Plan]:
+        self.asked.append(problem)
+        exact = [plan_by(problem, "fused_lowering", self.exact_ms, 1e-9)] if math.isfinite(self.exact_ms) else []
+        return [*exact, *self.all([problem]).get(problem, ())]
+
+
+def errors_told(program: Program, tensors: object) -> dict[int, float]:
+    """The errors that are written in the plans of steps."""
+    plans = {number: step.plan.plan for number, step in enumerate(program.steps) if step.plan is not None}
+    return {number: 0.0 if plan.error is None else plan.error.l2 for number, plan in plans.items()}
+
+
+def times_told(program: Program, tensors: object) -> list[float]:
+    """The times that are written in the plans of steps."""
+    return [0.001 if step.plan is None else step.plan.plan.time_ms for step in program.steps]
 
 
 def planned(plans: Plans, judge: Any, monkeypatch: pytest.MonkeyPatch, gains: Sequence[float] = (1.0,) * 9) -> Planning:
@@ -76,6 +92,8 @@ def planned(plans: Plans, judge: Any, monkeypatch: pytest.MonkeyPatch, gains: Se
     monkeypatch.setattr("tilewise.nn.regions.region.timed_in_place", as_told)
     given = lambda traced, nodes, tensors: dict(zip(nodes, gains, strict=False))  # noqa: E731
     monkeypatch.setattr("tilewise.nn.regions.region.gains_of", given)
+    monkeypatch.setattr("tilewise.nn.regions.region.local_errors", errors_told)
+    monkeypatch.setattr("tilewise.nn.regions.region.steps_in_place", times_told)
     traced = trace(model, (x,), {})
     return plan_region(traced, [x], plans, judge, Times(torch.device("cpu")), Weights.FROZEN)
 
@@ -99,27 +117,39 @@ def test_the_least_exact_gives_way_where_the_whole_is_not(monkeypatch: pytest.Mo
     assert len(judged) == 2
 
 
-def test_more_exact_plans_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the problems whose errors count, at an eighth and half of theirs, where no other plan is as exact."""
-    plans, judged = Plans(has_exact=True, other=4e-4), []
+def test_plans_of_other_kinds_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the problems whose errors count: a plan that is as fast as the first and more exact takes its place."""
+    plans, judged = Plans(exact_ms=0.0005, other=4e-4), []
 
     def judge(program: Any) -> float:
         judged.append(program)
         return 2.5 if len(judged) == 1 else 0.95
 
     assert solvers_of(planned(plans, judge, monkeypatch)) == {"fused_lowering"}
-    assert set(plans.asked) == {1e-3 / 8}
+    assert len(plans.asked) == 3
 
 
-def test_nothing_is_asked_for_where_a_plan_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans, judged = Plans(has_exact=True), []
+def test_plans_that_are_far_too_slow_are_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, judged = Plans(exact_ms=0.0041, other=9e-4), []
 
     def judge(program: Any) -> float:
         judged.append(program)
-        return 2.5 if len(judged) == 1 else 0.95
+        return 4.0
 
-    assert solvers_of(planned(plans, judge, monkeypatch)) == {"indirect"}
-    assert plans.asked == []
+    assert "fused_lowering" not in solvers_of(planned(plans, judge, monkeypatch))
+    assert plans.asked
+
+
+def test_the_least_error_times_time_is_taken_where_nothing_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most exact choice takes twice as long as the first one and errs nearly as much."""
+    judged = []
+
+    def judge(program: Any) -> float:
+        judged.append(program)
+        return 1.05 if len(judged) == 1 else 1.04
+
+    assert "onednn_fused" in solvers_of(planned(Plans(), judge, monkeypatch))
+    assert len(judged) > 1
 
 
 def test_what_is_left_of_the_limit_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +200,36 @@ def test_it_ends_where_no_plan_errs(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = Plans(errs=False)
     assert solvers_of(planned(plans, lambda program: math.inf, monkeypatch)) == {"onednn_fused"}
     assert not plans.asked
+
+
+FUNCTIONS = {"none": lambda t: t, "relu": functional.relu, "hardswish": functional.hardswish}
+
+
+def test_local_errors_are_those_of_each_step_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a step is given, errors of the steps before it included, its result is compared with float64's on it."""
+    program, x = planned(Plans(), lambda program: 1.0, monkeypatch).program, images()
+    seen: dict[int, float] = {}
+
+    def compare(number: int, inputs: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+        plan = program.steps[number].plan
+        if plan is None:
+            return
+        p, (first, w, *added) = plan.problem, [tensor.double() for tensor in inputs]
+        bias = added.pop(0) if p.bias else None
+        if isinstance(p, ConvProblem):
+            axis = p.axes[0]
+            first, added = first[:1], [tensor[:1] for tensor in added]
+            want = functional.conv2d(first, w, bias, axis.stride, axis.before, axis.dilation, p.groups)
+        else:
+            want = functional.linear(first, w, bias)
+        want = FUNCTIONS[p.activation](want + sum(added))
+        seen[number] = float((result[: len(want)].double() - want).norm() / want.norm())
+
+    program.show_steps([x], compare)
+    found = local_errors(program, [x])
+    assert found == pytest.approx(seen, rel=1e-6)
+    assert len(found) == 3
+    assert all(1e-9 < error < 2e-6 for error in found.values())
 
 
 def test_a_plan_that_must_not_be_used_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,6 +183,11 @@ class Program:
             self._in_frame(tensors, calls)
         return [statistics.median(each[1:]) for each in taken]
 
+    def show_steps(self, tensors: Sequence[Tensor], show: Callable[[int, Sequence[Tensor], Tensor], None]) -> None:
+        """Run all steps in Python. After each call ``show(number, inputs, result)``, while its tensors are there."""
+        self._check(tensors)
+        self._in_frame(tensors, [call.shown(number, show) for number, call in enumerate(self._calls)])
+
     def _in_frame(self, tensors: Sequence[Tensor], calls: Sequence[_Call] | None = None) -> Any:
         """Run the steps, or ``calls`` in their place, with an arena that no other call uses."""
         kept = _kept_now(self._frames, self.device)
@@ -297,6 +302,18 @@ class _Call:
             return found
 
         call.run = timed_run
+        return call
+
+    def shown(self, number: int, show: Callable[[int, Sequence[Tensor], Tensor], None]) -> _Call:
+        """The same, which shows what each run read and gave, as step ``number``."""
+        run, call, count = self.run, copy.copy(self), len(self.inputs)
+
+        def shown_run(*tensors: Tensor) -> Any:
+            found = run(*tensors)
+            show(number, tensors[:count], tensors[-1] if len(tensors) > count else found)
+            return found
+
+        call.run = shown_run
         return call
 
 

@@ -19,7 +19,7 @@ from tilewise.nn.regions.layouts import Way, is_deferred
 from tilewise.nn.regions.units import PRODUCT, Unit, formats, value_of
 from tilewise.planner import Progress
 
-__all__ = ["Built", "timed_in_place"]
+__all__ = ["Built", "plain_ways", "steps_in_place", "timed_in_place"]
 
 MOST_PROGRAMS = 5
 """Programs of one layout at the most: of a layer with more ways, those that should be fastest are timed."""
@@ -67,6 +67,14 @@ def timed_in_place(
         tuple(replace(way, ms=found.get((part, index), way.ms)) for index, way in enumerate(each))
         for part, each in enumerate(ways)
     ]
+
+
+def steps_in_place(program: Program, tensors: Sequence[Tensor]) -> list[float]:
+    """What each step of one program takes in its place, in milliseconds: the least median of :data:`PASSES` passes."""
+    once = sum(program.step_ms(tensors, 1))
+    rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(ROUNDS_MS / max(once, 1e-3))))
+    passes = [program.step_ms(tensors, rounds) for _ in range(PASSES)]
+    return [min(each) for each in zip(*passes, strict=True)]
 
 
 class _Timed:
@@ -140,13 +148,17 @@ def _last_of_several(ways: Sequence[Way]) -> list[int]:
     return [i for i, way in enumerate(ways) if any(map(is_deferred, way.reads)) and not is_deferred(way.gives)]
 
 
+def plain_ways(ways: Sequence[Way]) -> list[int]:
+    """The indices of the ways that compute their part alone."""
+    return [i for i, way in enumerate(ways) if not any(map(is_deferred, (*way.reads, way.gives)))]
+
+
 def _in_layout(unit: Unit, ways: Sequence[Way], layout: int) -> list[int]:
     """The indices of a part's ways, fastest first; of a product those that read this one of its formats, if any do.
 
     Ways that compute other parts as well, or leave this one to another, are not among them.
     """
-    order = [i for i, way in enumerate(ways) if not any(map(is_deferred, (*way.reads, way.gives)))]
-    order.sort(key=lambda index: ways[index].ms)
+    order = sorted(plain_ways(ways), key=lambda index: ways[index].ms)
     if unit.kind != PRODUCT:
         return order
     wanted = formats(value_of(unit.inputs[0]).shape)[layout]

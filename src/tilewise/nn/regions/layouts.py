@@ -56,7 +56,8 @@ def is_deferred(format_: Format) -> bool:
 class Way:
     """One way to run a part: the format of each input, in the order of the part's, that of its result, and its time.
 
-    ``error`` is that of its result by itself. ``what`` is for the caller.
+    ``error`` is that of its result by itself, on data that is made to show errors. ``local_error`` is the same on what
+    the part meets in its region, where that was measured. ``what`` is for the caller.
     """
 
     reads: tuple[Format, ...]
@@ -64,6 +65,12 @@ class Way:
     ms: float
     what: Any = None
     error: float = 0.0
+    local_error: float | None = None
+
+    @property
+    def expected_error(self) -> float:
+        """The error that its result is expected to have in the region."""
+        return self.error if self.local_error is None else self.local_error
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The plans of a region's products: the best of each problem, others that are near, and more exact ones."""
+"""The plans of a region's products: the best of each problem, others that are near, and one of each kind."""
 
 from __future__ import annotations
 
@@ -78,18 +78,13 @@ class RegionPlans:
             self._errors[problem, plan] = None if reason else 0.0 if checked.error is None else checked.error.l2
         return self._errors[problem, plan]
 
-    def more_exact(self, problem: Problem, most: float) -> tuple[Plan, float] | None:
-        """The fastest measured plan whose error is at most ``most``, with its error; ``None`` where there is none.
-
-        Of each solver and tile the fastest is checked, fastest first. A search under ``most`` as error limit would time
-        them all whole again after each one that is not exact enough, which took most of the time of planning.
-        """
+    def kinds(self, problem: Problem) -> Sequence[Plan]:
+        """The fastest measured plan of each kind, fastest first. Plans of one kind have similar errors."""
         options = self._table.constraints(problem, torch.are_deterministic_algorithms_enabled())
+        fastest: dict[tuple[str, object], Plan] = {}
         for plan in self._table.planner.alternatives(problem, options):
-            error = self.error(problem, plan)
-            if error is not None and error <= most:
-                return plan, error
-        return None
+            fastest.setdefault(_kind(plan), plan)
+        return list(fastest.values())
 
     def _note(self, problem: Problem, plan: Plan) -> None:
         """Remember the error of a plan, where planning has checked it: torch's own it takes unchecked."""

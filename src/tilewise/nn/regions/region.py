@@ -17,8 +17,9 @@ from tilewise.nn.regions.build import Builder
 from tilewise.nn.regions.constants import Constants
 from tilewise.nn.regions.exactness.gains import gains_of
 from tilewise.nn.regions.exactness.limits import Limits
+from tilewise.nn.regions.exactness.local import local_errors
 from tilewise.nn.regions.gates import pooling_products
-from tilewise.nn.regions.in_place import timed_in_place
+from tilewise.nn.regions.in_place import plain_ways, steps_in_place, timed_in_place
 from tilewise.nn.regions.layouts import Choice, Part, Way, choose_ways
 from tilewise.nn.regions.operators import constants_of
 from tilewise.nn.regions.products import products_of
@@ -47,8 +48,8 @@ class Plans(Protocol):
         """The relative L2 error of a plan, which is checked; ``None`` where it must not be used."""
         ...
 
-    def more_exact(self, problem: Problem, most: float) -> tuple[Plan, float] | None:
-        """The fastest plan whose error is at most ``most``; ``None`` where there is none."""
+    def kinds(self, problem: Problem) -> Sequence[Plan]:
+        """The fastest measured plan of each kind, fastest first. Plans of one kind have similar errors."""
         ...
 
 
@@ -60,8 +61,8 @@ MOST_ROUNDS, MOST_JUDGED = 16, 7
 """How often plans give way to others that are more exact, or again less; how many programs are run for it."""
 ENOUGH = 0.93
 """The share of what is allowed above which the error of the whole is near enough to it."""
-EXACT = (2.0, 8.0)
-"""For a product whose error counts, plans are asked for whose error is so many times less."""
+SLOWEST = 4.0
+"""For a product whose error counts, plans of other kinds are looked at that take up to so many times as long."""
 COUNTS = 0.02
 """The share of an even part of all squares from which on a product's error counts."""
 
@@ -117,14 +118,14 @@ def plan_region(
         raise Untraceable("has no convolution or linear layer that can be planned")
     plans = source.all(list(dict.fromkeys(problems)))
     blocks = blocks_of(units)
-    region = _Region(traced, tensors, units)
+    region = _Region(traced, tensors, units, weights)
     poolings = [product.problem for unit in units for product in pooling_products(unit)]
     plans = {**plans, **source.some(poolings)}
     region.find_ways(times, plans, blocks, source.some([block.product.problem for block in blocks]))
     if times.device.type == "cpu":  # a GPU's caches hold little from one layer to the next
         with showing(tell):
-            region.time_in_place(times, weights, tell)
-    chosen = _exact_enough(region, source, judge, lambda choice: region.planned(choice, weights, fused), times)
+            region.time_in_place(times, tell)
+    chosen = _exact_enough(region, source, judge, lambda choice: region.planned(choice, fused), times)
     chosen.program.use_native()  # where it cannot, it runs step by step from Python and says why
     return chosen
 
@@ -132,13 +133,14 @@ def plan_region(
 def _exact_enough(
     region: _Region, source: Plans, judge: Judge, planned: Callable[[Choice], Planning], times: Times
 ) -> Planning:
-    """The fastest choice whose whole is exact enough, as far as it is found; else the last one tried.
+    """The fastest choice whose whole is exact enough; where none is found, that with the least error times time.
 
     The squares of the plans' errors get a lower limit until the whole is exact enough, and then a higher one again,
     between what was enough and what was not.
     """
     most, limits = math.inf, Limits()
     best: tuple[Choice, Planning] | None = None
+    tried: list[tuple[float, Planning]] = []
     last: tuple[int, ...] = ()
     for rounds in range(MOST_ROUNDS):
         choice = region.choose(times, most=most)
@@ -153,9 +155,9 @@ def _exact_enough(
         else:
             found, last = planned(choice), choice.ways
             excess = judge(found.program)
-            if excess > 1.0 and not rounds:  # each plan that is asked for may have to be checked
-                region.weigh()
-                region.add_exact(choice, source)
+            tried.append((excess * choice.ms, found))
+            if excess > 1.0 and not rounds:
+                region.learn_errors(choice, source, times)
             squares = region.squares(choice)
             limits.note(squares, excess)
             if excess <= 1.0 and (best is None or choice.ms < best[0].ms):
@@ -165,14 +167,14 @@ def _exact_enough(
         if limits.empty or len(limits.tried) == MOST_JUDGED:
             break
         most = limits.next()
-    return found if best is None else best[1]
+    return min(tried, key=lambda each: each[0])[1] if best is None else best[1]
 
 
 class _Region:
     """A region while it is planned."""
 
-    def __init__(self, traced: Traced, tensors: Sequence[Tensor], units: Sequence[Unit]) -> None:
-        self._traced, self._tensors, self._units = traced, tensors, units
+    def __init__(self, traced: Traced, tensors: Sequence[Tensor], units: Sequence[Unit], weights: Weights) -> None:
+        self._traced, self._tensors, self._units, self._weights = traced, tensors, units, weights
         self._constant = constants_of(traced.graph)
         self._given = [node for node in traced.graph.nodes if node.op == "placeholder"]
         (output,) = (node for node in traced.graph.nodes if node.op == "output")
@@ -203,13 +205,13 @@ class _Region:
             known[unit.node] = {way.gives for way in ways} | set(formats(unit.value.shape))
         self._ways = with_blocks(self._units, self._ways, blocks, of_blocks)
 
-    def time_in_place(self, times: Times, weights: Weights, tell: Late | None) -> None:
+    def time_in_place(self, times: Times, tell: Late | None) -> None:
         """Give ways the times that they take within the whole region."""
         tensors = where_expected(self._tensors)
 
         def built(allowed: Sequence[Sequence[int]]) -> tuple[Program, Sequence[int], Sequence[int]]:
             choice = self.choose(times, allowed)
-            builder, steps = self._built(choice, Constants(self._traced.sources, weights))
+            builder, steps = self._built(choice, Constants(self._traced.sources, self._weights))
             program = builder.finish(self._results)
             program.use_native(checked=False)  # what is chosen is checked
             return program, choice.ways, steps
@@ -236,6 +238,13 @@ class _Region:
                 changed = True
         return changed
 
+    def learn_errors(self, choice: Choice, source: Plans, times: Times) -> None:
+        """Find out how errors grow, and what plans err in their place; add plans where the errors of a choice count."""
+        self.weigh()
+        self.measure_errors(times)
+        self.add_kinds(choice, source)
+        self.measure_errors(times, timed=times.device.type == "cpu")
+
     def weigh(self) -> None:
         """From now on count each part's errors as they grow until the region's results, where that can be derived."""
         nodes = [unit.node for unit in self._units if unit.kind == PRODUCT]
@@ -243,12 +252,38 @@ class _Region:
         if gains is not None:
             self._gains = [gains.get(unit.node, 1.0) for unit in self._units]
 
+    def measure_errors(self, times: Times, *, timed: bool = False) -> None:
+        """Measure the errors of all ways by plans where they run, in as many programs as a layer has such ways.
+
+        With ``timed`` their times as well. Of plans that compute several layers at once the errors of checks stay.
+        """
+        tensors = where_expected(self._tensors)
+        while any(_unmeasured(unit, ways) for unit, ways in zip(self._units, self._ways, strict=True)):
+            allowed = [
+                _unmeasured(unit, ways)[:1] or plain_ways(ways) or range(len(ways))
+                for unit, ways in zip(self._units, self._ways, strict=True)
+            ]
+            choice = self.choose(times, allowed)
+            builder, steps = self._built(choice, Constants(self._traced.sources, self._weights))
+            program = builder.finish(self._results)
+            errors, taken = local_errors(program, tensors), None
+            if timed:
+                program.use_native(checked=False)
+                taken = steps_in_place(program, tensors)
+            for part, (index, step) in enumerate(zip(choice.ways, steps, strict=True)):
+                ways = self._ways[part]
+                if index in _unmeasured(self._units[part], ways):
+                    ms = ways[index].ms if taken is None else taken[step]
+                    measured = replace(ways[index], local_error=errors[step], ms=ms)
+                    self._ways[part] = (*ways[:index], measured, *ways[index + 1 :])
+
     def squares(self, choice: Choice) -> float:
         """The sum of the squares of a choice's errors, as they count."""
-        return sum((self._gains[part] * self._ways[part][i].error) ** 2 for part, i in enumerate(choice.ways))
+        chosen = [self._ways[part][index] for part, index in enumerate(choice.ways)]
+        return sum((gain * way.expected_error) ** 2 for gain, way in zip(self._gains, chosen, strict=True))
 
-    def add_exact(self, choice: Choice, source: Plans) -> None:
-        """Add more exact ways to those parts of a choice whose errors count among its squares and that have none.
+    def add_kinds(self, choice: Choice, source: Plans) -> None:
+        """Add ways by plans of other kinds to those parts of a choice whose errors count among its squares.
 
         A plan that takes another's place takes as much more time there as by itself.
         """
@@ -258,29 +293,14 @@ class _Region:
         for part in products:
             way = chosen[part]
             assert isinstance(way.what, Planned)
-            if not way.error or (self._gains[part] * way.error) ** 2 * len(products) < COUNTS * squares:
+            if (self._gains[part] * way.expected_error) ** 2 * len(products) <= COUNTS * squares:
                 continue
             problem, plan = way.what.product.problem, way.what.plan
-            for factor in EXACT:
-                if self._has_exact(part, problem, way.error / factor, source):
-                    continue
-                found = source.more_exact(problem, way.error / factor)
-                if found is None:
-                    continue
-                exact, error = found
-                ms = way.ms * exact.time_ms / plan.time_ms
-                new = replace(way, ms=ms, what=replace(way.what, plan=exact), error=error)
-                if all(other.what != new.what for other in self._ways[part]):
+            for other in source.kinds(problem):
+                ms = way.ms * other.time_ms / plan.time_ms
+                new = replace(way, ms=ms, what=replace(way.what, plan=other), error=0.0, local_error=None)
+                if ms <= SLOWEST * way.ms and all(known.what != new.what for known in self._ways[part]):
                     self._ways[part] += (new,)
-
-    def _has_exact(self, part: int, problem: Problem, most: float, source: Plans) -> bool:
-        """Whether a part has a way by a plan of ``problem`` whose error is at most ``most``."""
-        for way in self._ways[part]:
-            if isinstance(way.what, Planned) and way.what.product.problem == problem:
-                error = source.error(problem, way.what.plan)
-                if error is not None and error <= most:
-                    return True
-        return False
 
     def choose(self, times: Times, allowed: Sequence[Sequence[int]] | None = None, most: float = math.inf) -> Choice:
         """The ways with the least time together, of those that are ``allowed``, by index.
@@ -300,7 +320,7 @@ class _Region:
                     tuple(unit.inputs[index] for index in reads),
                     unit.node,
                     tuple(
-                        Way(tuple(way.reads[i] for i in reads), way.gives, way.ms, error=gain * way.error)
+                        Way(tuple(way.reads[i] for i in reads), way.gives, way.ms, error=gain * way.expected_error)
                         for way in ways
                     ),
                 )
@@ -322,9 +342,9 @@ class _Region:
             steps.append(builder.last_step if has_step else -1)
         return builder, steps
 
-    def planned(self, choice: Choice, weights: Weights, fused: int) -> Planning:
+    def planned(self, choice: Choice, fused: int) -> Planning:
         """The program of a choice, with what there is to tell of it. It runs from Python, as most are tried only."""
-        constants = Constants(self._traced.sources, weights)
+        constants = Constants(self._traced.sources, self._weights)
         builder, _ = self._built(choice, constants)
         chosen = [(unit, ways[i]) for unit, ways, i in zip(self._units, self._ways, choice.ways, strict=True)]
         lines = [_line(unit, way) for unit, way in chosen if unit.kind != VIEW]
@@ -337,6 +357,13 @@ class _Region:
         return Planning(
             program, constants, tuple(lines), fused, builder.conversions, choice.ms, choice.optimal, layouts
         )
+
+
+def _unmeasured(unit: Unit, ways: Sequence[Way]) -> list[int]:
+    """The indices of a product's ways by plans of its own whose errors in the region are not known."""
+    if unit.kind != PRODUCT:
+        return []
+    return [i for i in plain_ways(ways) if isinstance(ways[i].what, Planned) and ways[i].local_error is None]
 
 
 def _format(node: fx.Node) -> Strides:
