@@ -17,6 +17,7 @@ from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.problems.operands import make_operands, make_result
 from tilewise.solvers.common.cpu_run import WIDEST
+from tilewise.solvers.products._indirect import division
 from tilewise.solvers.products.indirect import Indirect
 
 pytest.importorskip("numba")
@@ -59,8 +60,30 @@ LAYERS = (
     layer(1, 36, 48, Axis(8, 5, 1, 2, 4, 4), Axis(9, 3, 1, 1, -1, 2), groups=2),
     layer(1, 5, 7, Axis(30, 1), Axis(31, 9, 4, 1, -2, -3)),
     layer(1, 20, 35, Axis(5, 3, 1, 1, 1, 1), Axis(6, 2, 1, 1), Axis(7, 3, 1, 1, 1, 1)),
+    layer(1, 1030, 210, Axis(3, 1), Axis(5, 1)),
+    layer(1, 513, 150, Axis(4, 3, 2, 1, 1, 1), Axis(5, 3, 1, 1, 1, 1)),
+    layer(1, 1538, 160, Axis(6, 1, 2), Axis(7, 1, 2), groups=2),
 )
-"""Tiles that are not full, panels that are not, copied rows, padding of one side, cropping, groups, three axes."""
+"""Tiles that are not full, panels that are not, copied rows, padding of one side, cropping, groups, three axes. The
+last ones sum block by block, and tiles prefetch the next panel: channels are no multiple of a pass or a block."""
+
+
+def test_which_layers_prefetch_and_sum_by_blocks() -> None:
+    found = [division(p, next(iter(SOLVER.configs(p)))) for p in LAYERS]
+    assert [divided.deep for divided in found] == [False] * 6 + [True] * 3
+    assert [divided.ahead > 0 for divided in found[6:]] == [True] * 3
+    assert not any(divided.ahead for divided in found[:6])
+
+
+@pytest.mark.parametrize("channels", [512, 2048])
+def test_sums_of_one_constant_keep_their_digits(channels: int) -> None:
+    """Added one by one, 2048 equal products would be off by 2e-5."""
+    p = layer(1, channels, 96, Axis(7, 1), Axis(7, 1))
+    a, b = (torch.full_like(t, 0.7) for t in make_operands(p))
+    want = p.reference(a, b)
+    for c in SOLVER.configs(p):
+        got = run_poisoned(SOLVER, p, c, a, b, make_result(p))
+        assert float((got.double() - want).norm() / want.norm()) <= 3e-6, c
 
 
 @pytest.mark.parametrize("p", LAYERS, ids=lambda p: f"{p.in_channels}to{p.out_channels}")

@@ -33,7 +33,7 @@ class Indirect(ConvSolver):
     are kept in panels. At most ``threads`` threads are used; ``team`` says whether they are torch's.
     """
 
-    name, version = "indirect", 3
+    name, version = "indirect", 4
     passes = frozenset({Pass.FPROP})
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})

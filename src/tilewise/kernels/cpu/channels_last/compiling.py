@@ -38,16 +38,25 @@ def _worker_last(lanes: int, name: str) -> int:
 
 @functools.cache
 def _tile(
-    lanes: int, rows: int, vectors: int, activation: str, groups: int = 1, outputs: int = 0, far: bool = False
+    lanes: int,
+    rows: int,
+    vectors: int,
+    activation: str,
+    groups: int = 1,
+    outputs: int = 0,
+    far: bool = False,
+    ahead: bool = False,
+    deep: bool = False,
 ) -> int:
     """The address of the products of a tile of pixels."""
 
     def make() -> Made:
         from tilewise.kernels.cpu.channels_last.tiles import WORDS, tile
 
-        return tile(lanes, rows, vectors, activation, groups, outputs, far), WORDS
+        return tile(lanes, rows, vectors, activation, groups, outputs, far, ahead, deep), WORDS + 2 * ahead
 
-    return address_of(words_of("tile", lanes, rows, vectors, word_of(activation), groups, outputs, int(far)), make)
+    words = lanes, rows, vectors, word_of(activation), groups, outputs, int(far), int(ahead), int(deep)
+    return address_of(words_of("tile", *words), make)
 
 
 @functools.cache
@@ -64,15 +73,22 @@ def _interleave(lanes: int, groups: int, channels: int) -> int:
 
 @compiled_elsewhere
 def load_indirect(
-    lanes: int, rows: int, vectors: tuple[int, int], activation: str, far: bool = False
+    lanes: int,
+    rows: int,
+    vectors: tuple[int, int],
+    activation: str,
+    far: bool = False,
+    ahead: bool = False,
+    deep: bool = False,
 ) -> tuple[int, int, int]:
     """The addresses of the worker of indirect convolution and of its tiles, loaded as in :func:`load`.
 
     Tiles have ``rows`` pixels and as many vectors as are given, for all panels of the filter but the last, and for that
     one. ``activation`` is what they apply as they write, ``far`` whether that is to memory that is in no near cache.
+    With ``ahead`` they prefetch the next panel; ``deep`` ones sum block by block.
     """
     with LOCK:
-        whole, last = (_tile(lanes, rows, count, activation, far=far) for count in vectors)
+        whole, last = (_tile(lanes, rows, count, activation, far=far, ahead=ahead, deep=deep) for count in vectors)
         return _worker_last(lanes, "indirect"), whole, last
 
 

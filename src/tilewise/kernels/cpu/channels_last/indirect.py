@@ -19,6 +19,7 @@ import functools
 from collections.abc import Callable
 
 from tilewise.kernels.cpu.channels_last.loops import PLACE, copied, interleaved, put
+from tilewise.kernels.cpu.channels_last.tiles import UNROLLED
 from tilewise.kernels.cpu.channels_last.told import INDIRECT as OF
 from tilewise.kernels.cpu.channels_last.units import over_units
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, pointer_call
@@ -34,7 +35,7 @@ PANEL_BYTES, GROUP_BYTES, TABLE, STRIP = (OF[name] for name in ("panel_bytes", "
 DUMMY, BIASES, STRIP_LINE, LINES = (OF[name] for name in ("dummy", "biases", "strip_line", "lines"))
 KERNELS, LAST_KERNEL, APART = (OF[name] for name in ("kernels", "last_kernel", "apart"))
 GROUPS, INTERLEAVED, INTERLEAVE = (OF[name] for name in ("groups", "interleaved", "interleave"))
-ALL_CHANNELS, ALL_OUTPUTS = OF["all_channels"], OF["all_outputs"]
+ALL_CHANNELS, ALL_OUTPUTS, AHEAD = (OF[name] for name in ("all_channels", "all_outputs", "ahead"))
 
 
 @functools.cache
@@ -242,30 +243,44 @@ def _strip_tables() -> Callable[..., None]:
 
 
 @functools.cache
+def _panel(lanes: int) -> Callable[..., tuple[int, int, int, int]]:
+    """Makes ``(v, scratch, group, panel)``: the kernel of a panel's tiles, its shift, bias and valid outputs."""
+    copy = copied(lanes)
+
+    @compiled(lanes)
+    def run(v, scratch, group, panel):
+        width = v[WIDTH]
+        valid = min(width, v[OUTPUTS] - panel * width)
+        if v[INTERLEAVED]:
+            valid = min(valid, v[ALL_OUTPUTS] - group * v[OUTPUTS])
+        shift = (group * v[OUTPUTS] + panel * width) * NUMBER
+        bias = v[ZEROS]
+        if v[BIAS]:
+            # The last panel's vectors may reach beyond the bias.
+            bias = scratch + v[BIASES]
+            copy(0, bias, width)
+            copy(v[BIAS] + shift, bias, valid)
+        kernel = v[LAST_KERNEL] if panel == v[PANELS] - 1 else v[KERNELS]
+        return kernel, shift, bias, valid
+
+    return run
+
+
+@functools.cache
 def panels(lanes: int) -> Callable[..., None]:
     """Makes ``(v, w, scratch, group, first, last, taps, depth, tiles, entries)``, which computes panels of a unit.
 
     It computes ``tiles`` tiles. Each has ``entries`` entries in the table of what is read.
     """
-    tile, copy = pointer_call(), copied(lanes)
+    tile, prepared = pointer_call(), _panel(lanes)
 
     @compiled(lanes)
     def run(v, w, scratch, group, first, last, taps, depth, tiles, entries):
-        rows, width = v[ROWS], v[WIDTH]
+        rows = v[ROWS]
         outs = scratch + v[TABLE]
         others = outs + tiles * rows * PLACE if v[RESIDUAL] else 0
         for panel in range(first, last):
-            valid = min(width, v[OUTPUTS] - panel * width)
-            if v[INTERLEAVED]:
-                valid = min(valid, v[ALL_OUTPUTS] - group * v[OUTPUTS])
-            shift = (group * v[OUTPUTS] + panel * width) * NUMBER
-            bias = v[ZEROS]
-            if v[BIAS]:
-                # The last panel's vectors may reach beyond the bias.
-                bias = scratch + v[BIASES]
-                copy(0, bias, width)
-                copy(v[BIAS] + shift, bias, valid)
-            kernel = v[LAST_KERNEL] if panel == v[PANELS] - 1 else v[KERNELS]
+            kernel, shift, bias, valid = prepared(v, scratch, group, panel)
             filters = w + group * v[GROUP_BYTES] + panel * v[PANEL_BYTES]
             for i in range(tiles):
                 place = i * rows * PLACE
@@ -277,10 +292,38 @@ def panels(lanes: int) -> Callable[..., None]:
 
 
 @functools.cache
+def _panels_ahead(lanes: int) -> Callable[..., None]:
+    """As :func:`panels`, by tiles that prefetch the next panel, each as much as its own passes have time for.
+
+    A large panel comes from memory while the first tile computes with it, which waits. So all tiles of a panel read the
+    next one ahead. The first panel of a unit comes as it did.
+    """
+    tile, prepared = pointer_call(), _panel(lanes)
+
+    @compiled(lanes)
+    def run(v, w, scratch, group, first, last, taps, depth, tiles, entries):
+        rows, piece = v[ROWS], v[AHEAD] * taps * (depth // UNROLLED)
+        outs = scratch + v[TABLE]
+        others = outs + tiles * rows * PLACE if v[RESIDUAL] else 0
+        for panel in range(first, last):
+            kernel, shift, bias, valid = prepared(v, scratch, group, panel)
+            filters = w + group * v[GROUP_BYTES] + panel * v[PANEL_BYTES]
+            later, step = (filters + v[PANEL_BYTES], v[AHEAD]) if panel + 1 < last else (filters, 0)
+            for i in range(tiles):
+                place = i * rows * PLACE
+                second = others + place if v[RESIDUAL] else 0
+                table = scratch + i * entries * PLACE
+                tile(kernel, table, taps, depth, filters, outs + place, second, shift, bias, valid, later, step)
+                later += piece if step else 0
+
+    return run
+
+
+@functools.cache
 def _unit(lanes: int) -> Callable[..., None]:
     """Makes ``(x, w, y, v, scratch, unit)``, which computes one unit of work."""
     tables, compute, strip, strip_tables = _tables(), panels(lanes), _strip(lanes), _strip_tables()
-    one_tap, inside = _tables_of_one_tap(), _is_inside()
+    one_tap, inside, compute_ahead = _tables_of_one_tap(), _is_inside(), _panels_ahead(lanes)
 
     @compiled(lanes)
     def run(x, w, y, v, scratch, unit):
@@ -314,7 +357,10 @@ def _unit(lanes: int) -> Callable[..., None]:
                 one_tap(v, x, y, scratch, begin, end)
             else:
                 tables(v, x, y, scratch, begin, end)
-            compute(v, w, scratch, group, first, last, taps, v[CHANNELS], end - begin, taps * v[ROWS])
+            if v[AHEAD]:
+                compute_ahead(v, w, scratch, group, first, last, taps, v[CHANNELS], end - begin, taps * v[ROWS])
+            else:
+                compute(v, w, scratch, group, first, last, taps, v[CHANNELS], end - begin, taps * v[ROWS])
 
     return run
 

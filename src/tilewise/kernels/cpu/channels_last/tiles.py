@@ -25,49 +25,90 @@ from tilewise.kernels.cpu.channels_last.loops import (
 from tilewise.kernels.cpu.channels_last.told import word_of
 from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, named
 
-__all__ = ["WORDS", "tile", "written"]
+__all__ = ["AHEAD", "UNROLLED", "WORDS", "tile", "written"]
 
 WORDS = 9
-"""The number of integers that :func:`tile` takes."""
+"""The number of integers that :func:`tile` takes; with ``ahead`` two more."""
 LINE = 64
 """Bytes of a line of a cache."""
 UNROLLED = 4
 """Channels that are multiplied in one pass of the inner loop."""
+AHEAD = 128
+"""Bytes that are prefetched in such a pass, where any are."""
+PASSES = 64
+"""Passes after which ``deep`` tiles add their sums to totals."""
 
 
 @functools.cache
 def _tile(
-    lanes: int, rows: int, vectors: int, activation: str, groups: int, outputs: int, far: bool
+    lanes: int, rows: int, vectors: int, activation: str, groups: int, outputs: int, far: bool, ahead: bool, deep: bool
 ) -> Callable[..., None]:
     """Makes the instructions of :func:`tile`."""
     size = NUMBER * lanes
 
     def emit(code: Code, arguments: Values) -> None:
-        pixels, taps, depth, filters, outs, others, shift, bias, valid = arguments
+        pixels, taps, depth, filters, outs, others, shift, bias, valid, *following = arguments
         b = code.builder
+        later = variable(code, following[0]) if ahead else None
         first = [code.load(code.at(bias, j * size)) for j in range(vectors)]
         if groups > 1:
             first = permuted(code, first, together(groups, outputs))
         sums = [[variable(code, value) for value in first] for _ in range(rows)]
+        totals = [[variable(code, _zero(code)) for _ in first] for _ in range(rows)] if deep else []
         if far:
             _prefetched(code, rows, vectors, outs, shift)
         table, weight = variable(code, pixels), variable(code, filters)
         whole = b.udiv(depth, constant(UNROLLED))
         rest = b.sub(depth, b.mul(whole, constant(UNROLLED)))
+        blocks = b.udiv(whole, constant(PASSES)) if deep else constant(0)
         with looped(code, taps):
             starts = [number(code, b.load(table), i) for i in range(rows)]
             place = variable(code, constant(0))
-            for count, steps in ((whole, UNROLLED), (rest, 1)):
+
+            def passes(count: ir.Value, steps: int) -> None:
                 with looped(code, count):
+                    if later is not None and steps == UNROLLED:
+                        _prefetched_ahead(code, later, following[1])
                     _steps(code, starts, (b.load(place), b.load(weight)), steps, sums, groups)
                     advanced(code, place, steps * groups * NUMBER)
                     advanced(code, weight, steps * vectors * size)
+
+            if deep:
+                with looped(code, blocks):
+                    passes(constant(PASSES), UNROLLED)
+                    _moved(code, sums, totals)
+            passes(b.sub(whole, b.mul(blocks, constant(PASSES))), UNROLLED)
+            passes(rest, 1)
             advanced(code, table, rows * PLACE)
+        if deep:
+            _moved(code, totals, sums)
         if groups > 1:
             _by_groups(code, sums, groups, outputs)
         written(code, activation, sums, (outs, others, shift, valid))
 
     return intrinsic_of_any(lanes, emit)
+
+
+def _zero(code: Code) -> ir.Value:
+    """A vector of zeros."""
+    return ir.Constant(code.vector, [0.0] * code.lanes)
+
+
+def _moved(code: Code, sums: list[list[ir.Value]], to: list[list[ir.Value]]) -> None:
+    """Add ``sums`` to others, and let them begin anew from zero."""
+    b = code.builder
+    for line, others in zip(sums, to, strict=True):
+        for total, other in zip(line, others, strict=True):
+            b.store(b.fadd(b.load(other), b.load(total)), other)
+            b.store(_zero(code), total)
+
+
+def _prefetched_ahead(code: Code, later: ir.Value, step: ir.Value) -> None:
+    """Prefetch :data:`AHEAD` bytes from where ``later`` says, and let it grow by ``step``."""
+    b = code.builder
+    for offset in range(0, AHEAD, LINE):
+        code.prefetch(code.at(b.load(later), offset))
+    b.store(b.add(b.load(later), step), later)
 
 
 def _by_groups(code: Code, sums: list[list[ir.Value]], groups: int, outputs: int) -> None:
@@ -131,7 +172,15 @@ def _steps(
 
 
 def tile(
-    lanes: int, rows: int, vectors: int, activation: str, groups: int = 1, outputs: int = 0, far: bool = False
+    lanes: int,
+    rows: int,
+    vectors: int,
+    activation: str,
+    groups: int = 1,
+    outputs: int = 0,
+    far: bool = False,
+    ahead: bool = False,
+    deep: bool = False,
 ) -> Callable[..., None]:
     """Makes ``(pixels, taps, depth, filters, outs, others, shift, bias, valid)``, a tile of results.
 
@@ -142,13 +191,24 @@ def tile(
     after the address that is number i of ``others``, unless that is 0. Only the first ``valid`` channels are written.
     With ``far`` results are written to memory that is in no near cache.
 
+    With ``ahead`` two integers follow, ``(..., valid, later, step)``: in each pass of the inner loop :data:`AHEAD`
+    bytes are prefetched from ``later`` on, which then grows by ``step``. So what comes from memory next is read while
+    the tile computes.
+
+    With ``deep`` sums of :data:`PASSES` passes, 256 channels, are added to totals. Thousands of products of one sign,
+    added one by one, would lose three digits.
+
     With ``groups`` above 1, a power of two, a tile has ``outputs`` channels of each of so many groups. The numbers of
     the groups take turns in pixels and filters, as :func:`~tilewise.kernels.cpu.channels_last.interleaving.interleave`
     writes them: ``depth`` is the number of channels of one group. Biases and results lie group by group.
     """
-    block = _tile(lanes, rows, vectors, activation, groups, outputs, far)
+    block = _tile(lanes, rows, vectors, activation, groups, outputs, far, ahead, deep)
 
     def run(pixels, taps, depth, filters, outs, others, shift, bias, valid):
         block(pixels, taps, depth, filters, outs, others, shift, bias, valid)
 
-    return named(run, lanes, rows, vectors, word_of(activation), groups, outputs, int(far))
+    def run_ahead(pixels, taps, depth, filters, outs, others, shift, bias, valid, later, step):
+        block(pixels, taps, depth, filters, outs, others, shift, bias, valid, later, step)
+
+    words = lanes, rows, vectors, word_of(activation), groups, outputs, int(far), int(ahead), int(deep)
+    return named(run_ahead if ahead else run, *words)

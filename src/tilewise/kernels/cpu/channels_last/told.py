@@ -28,14 +28,15 @@ INDIRECT, NUMBERS = places(
     ("sizes", 3), ("outs", 3), ("kernel", 3), ("stride", 3), ("dilation", 3), ("before", 3), ("x", 4), ("y", 4),
     ("added", 4), "residual", "bias", "zeros", "panel_bytes", "group_bytes", "table", "strip", "dummy", "biases",
     "strip_line", "lines", "kernels", "last_kernel", "apart", "interleaved", "interleave", "all_channels",
-    "all_outputs",
+    "all_outputs", "ahead",
 )  # fmt: skip
 """Numbers of indirect convolution. Sizes and strides are of depth, height and width.
 
 ``x``, ``y`` and ``added`` have the byte strides of images, planes, rows and columns. Channels of x are neighbours, or
 ``apart`` bytes apart where that is not 0. Where ``interleaved`` is not 0, so many groups are computed side by side and
 count as one; ``interleave`` is what brings their channels into that order, and the last group may have fewer of
-``all_channels`` and ``all_outputs``.
+``all_channels`` and ``all_outputs``. Where ``ahead`` is not 0, tiles prefetch so many bytes of the next panel in each
+pass of their inner loop.
 """
 
 WINOGRAD, WINOGRAD_NUMBERS = places(
