@@ -29,6 +29,7 @@ __all__ = [
     "byte_strides",
     "finishing",
     "kernel_data",
+    "lanes_and_threads",
     "lanes_for",
     "numba_missing",
     "numba_reasons",
@@ -73,6 +74,14 @@ def lanes_for(channels: int) -> int:
     There are only these two, as kernels are compiled for each number of lanes.
     """
     return LANES[-1] if channels <= LANES[-1] else vector_lanes()
+
+
+def lanes_and_threads(c: Config) -> tuple[int, int]:
+    """The lanes of vectors and the threads of a config. Raises ``ValueError`` for lanes that no kernel has."""
+    lanes = integer(c, "lanes")
+    if lanes not in LANES:
+        raise ValueError(f"lanes={lanes}: one of {', '.join(map(str, LANES))} would do")
+    return lanes, integer(c, "threads")
 
 
 def with_teams(base: Config) -> list[Config]:

@@ -1,14 +1,17 @@
-"""What solvers with tiled Triton kernels share: reading integers of a config, and how tiles fill multiprocessors."""
+"""What many solvers share: reading a config, errors of one that is none, and how tiles fill multiprocessors."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from tilewise.plan import Config
+from tilewise.problems.base import Problem
+from tilewise.solvers.base import SolverUnavailable
 
-__all__ = ["PROCESSORS", "busy", "first_that", "integer", "splits_that_fill"]
+__all__ = ["PROCESSORS", "busy", "config_reasons", "first_that", "integer", "splits_that_fill"]
 
 T = TypeVar("T")
 
@@ -22,6 +25,15 @@ def integer(c: Config, name: str, default: int | None = None) -> int:
     if type(value) is not int or value < 1:
         raise ValueError(f"{name}={value!r}: a positive integer would do")
     return value
+
+
+@contextlib.contextmanager
+def config_reasons(p: Problem, c: Config) -> Iterator[None]:
+    """Turn what reading ``c`` raises where it is no config of ``p`` into ``SolverUnavailable``, with the reason."""
+    try:
+        yield
+    except (KeyError, ValueError) as error:
+        raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
 
 
 def busy(programs: int) -> float:

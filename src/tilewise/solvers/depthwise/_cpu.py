@@ -17,7 +17,7 @@ from tilewise.kernels.cpu.threads import share_out
 from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem, Pass
-from tilewise.solvers.base import Cost, Run, SolverUnavailable
+from tilewise.solvers.base import Cost, Run
 from tilewise.solvers.common.costs import CPU_CACHE
 from tilewise.solvers.common.cpu_run import (
     DTYPES,
@@ -31,7 +31,7 @@ from tilewise.solvers.common.cpu_run import (
     start,
     with_teams,
 )
-from tilewise.solvers.common.tiles import integer
+from tilewise.solvers.common.tiles import config_reasons, integer
 
 if TYPE_CHECKING:
     from tilewise.kernels.cpu.compiling import DirectKernel
@@ -352,11 +352,9 @@ def cost(p: ConvProblem, c: Config) -> Cost:
 
 def bind(p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Run:
     """The run. Raises ``SolverUnavailable`` with Numba's reason, or for a config that is none of the problem's."""
-    try:
+    with config_reasons(p, c):
         layout = _of(p, c)
         integer(c, "threads"), integer(c, "shares", 1)
-    except (KeyError, ValueError) as error:
-        raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
     tensors = zip((*p.operands, p.result), (a, b, out), strict=True)
     return Units(layout, c, {role: byte_strides(t) for role, t in tensors}).run
 

@@ -9,9 +9,9 @@ import torch
 from tilewise.plan import Config
 from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
-from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
+from tilewise.solvers.base import Cost, Prepare, Run
 from tilewise.solvers.common.channels_last import LONGEST, reasons, strides_of
-from tilewise.solvers.common.tiles import integer
+from tilewise.solvers.common.tiles import config_reasons, integer
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.depthwise._last import Lines, division, forms, in_panels
 
@@ -83,7 +83,5 @@ class DepthwiseLast(ConvSolver):
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels. Raises ``SolverUnavailable`` with the compiler's reason."""
         assert out is not None
-        try:
+        with config_reasons(p, c):
             return Lines(p, c, strides_of(a, out)).run
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error

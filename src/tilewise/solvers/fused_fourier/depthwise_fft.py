@@ -10,11 +10,12 @@ import torch
 
 from tilewise.plan import Config
 from tilewise.problems.conv.problem import ConvProblem, Pass
-from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
+from tilewise.solvers.base import Cost, Prepare, Run
 from tilewise.solvers.common.bases import least, meets
 from tilewise.solvers.common.costs import PLAIN_ARITHMETIC
 from tilewise.solvers.common.cpu_run import numba_missing
 from tilewise.solvers.common.cuda_run import Step, compiled
+from tilewise.solvers.common.tiles import config_reasons
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.fused_fourier import _cpu_planes as cpu_planes
 from tilewise.solvers.fused_fourier import _cpu_signals as cpu_signals
@@ -112,24 +113,18 @@ class DepthwiseFFT(ConvSolver):
         assert out is not None
         if not self.on_cpu(p):
             return compiled(self.steps(p, c, a, b, out), a.device)
-        try:
+        with config_reasons(p, c):
             return _cpu_way(p).bind(p, c, a, b, out)
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
 
     def steps(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Step]:
         """The launches on a GPU. Raises ``SolverUnavailable`` for a config that does not fit the problem."""
-        try:
+        with config_reasons(p, c):
             return signals.steps(p, c, a, b, out) if p.dims == 1 else planes.steps(p, c, a, b, out)
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
 
     def filters(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> list[Step]:
         """The launches on a GPU that transform filters to be kept. Raises as :meth:`steps`."""
-        try:
+        with config_reasons(p, c):
             return signals.filters(p, c, weight) if p.dims == 1 else planes.filters(p, c, weight)
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
 
 
 class _Way(Protocol):

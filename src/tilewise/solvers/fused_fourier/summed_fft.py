@@ -10,10 +10,11 @@ import torch
 from tilewise.kernels.cuda.launch import unavailable
 from tilewise.plan import Config
 from tilewise.problems.conv.problem import ConvProblem, Pass
-from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
+from tilewise.solvers.base import Cost, Prepare, Run
 from tilewise.solvers.common.bases import meets
 from tilewise.solvers.common.costs import PLAIN_ARITHMETIC
 from tilewise.solvers.common.cuda_run import Step, compiled
+from tilewise.solvers.common.tiles import config_reasons
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.fused_fourier import _summed as planes
 
@@ -106,14 +107,10 @@ class SummedFFT(ConvSolver):
 
     def steps(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Step]:
         """The launches. Raises ``SolverUnavailable`` for a config that does not fit the problem."""
-        try:
+        with config_reasons(p, c):
             return planes.steps(p, c, a, b, out)
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
 
     def filters(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> list[Step]:
         """The launches that transform filters to be kept. Raises as :meth:`steps`."""
-        try:
+        with config_reasons(p, c):
             return planes.filters(p, c, weight)
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error

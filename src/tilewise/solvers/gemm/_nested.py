@@ -14,6 +14,7 @@ from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable, Split
 from tilewise.solvers.common.buffers import ALIGNMENT, Slot
 from tilewise.solvers.common.matmul import at_precision
+from tilewise.solvers.common.tiles import config_reasons
 from tilewise.solvers.gemm._product import ScratchSolver, multiplied, product_into
 
 __all__ = ["Inner", "NestedSolver"]
@@ -128,10 +129,8 @@ class NestedSolver(ScratchSolver):
     def bind(self, p: GemmProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """A run of copies and one product. Raises ``SolverUnavailable`` for a config of no such form."""
         assert out is not None
-        try:
+        with config_reasons(p, c):
             self.child(p, c), self.workspace(p, c)
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
         return at_precision(p, self.run_of(p, c, a, b, out))
 
     @abc.abstractmethod

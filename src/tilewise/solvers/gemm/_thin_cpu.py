@@ -23,7 +23,7 @@ from tilewise.solvers.common.cpu_run import (
     vector_lanes,
     with_teams,
 )
-from tilewise.solvers.common.tiles import integer
+from tilewise.solvers.common.tiles import config_reasons, integer
 
 __all__ = ["bind", "configs", "cost", "unsupported", "workspace"]
 
@@ -161,10 +161,8 @@ def cost(p: GemmProblem, c: Config) -> Cost:
 
 def bind(p: GemmProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Run:
     """The run. Raises ``SolverUnavailable`` with Numba's reason, or for a config or strides that are none of ours."""
-    try:
+    with config_reasons(p, c):
         layout, threads = _layout(p, c), integer(c, "threads")
-    except (KeyError, ValueError) as error:
-        raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
     if any(t.stride(1) != 1 and t.shape[1] > 1 for t in (a, b, out)):
         raise SolverUnavailable("takes matrices whose rows are contiguous")
     if not layout.turned:

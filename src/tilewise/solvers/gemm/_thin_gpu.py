@@ -13,7 +13,7 @@ from tilewise.plan import Config
 from tilewise.problems.gemm.problem import ROLES, GemmProblem
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.buffers import Arena, Slot
-from tilewise.solvers.common.tiles import PROCESSORS, integer
+from tilewise.solvers.common.tiles import PROCESSORS, config_reasons, integer
 from tilewise.solvers.common.triton_run import compiled, has_triton
 from tilewise.solvers.common.views import at, launch
 
@@ -122,10 +122,8 @@ def cost(p: GemmProblem, c: Config) -> Cost:
 
 def bind(p: GemmProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Run:
     """Compile the kernels for these strides. Raises ``SolverUnavailable`` with Triton's reason."""
-    try:
+    with config_reasons(p, c):
         tiles = _tiles(p, c)
-    except (KeyError, ValueError) as error:
-        raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
     if any(t.stride(1) != 1 and t.shape[1] > 1 for t in (a, b, out)):
         raise SolverUnavailable("takes matrices whose rows are contiguous")
     return compiled(p, launches(tiles, a, b, out), a.device)

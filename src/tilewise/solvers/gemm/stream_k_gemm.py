@@ -10,6 +10,7 @@ from tilewise.plan import Config
 from tilewise.problems.activations import ACTIVATIONS
 from tilewise.problems.gemm.problem import GemmProblem
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
+from tilewise.solvers.common.tiles import config_reasons
 from tilewise.solvers.common.triton_run import compiled
 from tilewise.solvers.gemm import _stream_k as stream_k
 from tilewise.solvers.gemm import _stream_k_configs as tried
@@ -67,10 +68,8 @@ class StreamKGemm(ProductSolver):
     def bind(self, p: GemmProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels for these strides. Raises ``SolverUnavailable`` with Triton's reason."""
         assert out is not None
-        try:
+        with config_reasons(p, c):
             work = stream_k.work_of(p, c)
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
         if any(t.stride(-1) != 1 and t.shape[-1] > 1 for t in (a, b, out)):
             raise SolverUnavailable("takes matrices whose rows are contiguous")
         return compiled(p, stream_k.launches(work, a, b, out), a.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.plan import Config
 from tilewise.problems.lrn.problem import LrnProblem
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
-from tilewise.solvers.common.tiles import PROCESSORS
+from tilewise.solvers.common.tiles import PROCESSORS, config_reasons
 from tilewise.solvers.common.triton_run import has_triton, program
 from tilewise.solvers.common.views import launch
 from tilewise.solvers.lrn._lrn import LrnSolver, is_dense, outside, quarters_of
@@ -141,10 +141,8 @@ class ChannelTiles(LrnSolver):
 
     def passes(self, p: LrnProblem, c: Config, device: torch.device) -> Kernels:
         """Forward and backward apart, compiled. Raises ``SolverUnavailable`` as :meth:`bind`."""
-        try:
+        with config_reasons(p, c):
             forward, backward = tiles_of(p, c)
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
         return Kernels(p, forward, backward, device)
 
 

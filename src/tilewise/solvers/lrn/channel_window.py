@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.cpu.lrn.told import Told, constants
-from tilewise.kernels.cpu.sizes import HEADER, LANES
+from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.plan import Config
 from tilewise.problems.lrn.problem import LrnProblem
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
@@ -18,13 +18,14 @@ from tilewise.solvers.common.cpu_run import (
     PAGE,
     balanced_parts,
     kernel_data,
+    lanes_and_threads,
     numba_missing,
     numba_reasons,
     start,
     vector_lanes,
     with_teams,
 )
-from tilewise.solvers.common.tiles import integer
+from tilewise.solvers.common.tiles import config_reasons, integer
 from tilewise.solvers.lrn._lrn import LrnSolver, is_dense, outside, quarters_of
 
 __all__ = ["ChannelWindow"]
@@ -88,12 +89,8 @@ class ChannelWindow(LrnSolver):
 
     def passes(self, p: LrnProblem, c: Config, device: torch.device) -> Passes:
         """Forward and backward apart, as a module needs them. Raises ``SolverUnavailable`` as :meth:`bind`."""
-        try:
-            lanes, threads = integer(c, "lanes"), integer(c, "threads")
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
-        if lanes not in LANES or threads < 1:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: lanes or threads are none of ours")
+        with config_reasons(p, c):
+            lanes, threads = lanes_and_threads(c)
         return Passes(p, lanes, threads, openmp=c.get("team") == "openmp")
 
 

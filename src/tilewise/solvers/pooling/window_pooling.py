@@ -12,16 +12,16 @@ from tilewise.kernels.cpu.sizes import HEADER, LANES
 from tilewise.plan import Config
 from tilewise.problems.base import dense_strides
 from tilewise.problems.pooling.problem import PoolingProblem
-from tilewise.solvers.base import SolverUnavailable
 from tilewise.solvers.common.cpu_run import (
     kernel_data,
+    lanes_and_threads,
     numba_missing,
     numba_reasons,
     start,
     vector_lanes,
     with_teams,
 )
-from tilewise.solvers.common.tiles import integer
+from tilewise.solvers.common.tiles import config_reasons
 from tilewise.solvers.pooling._pooling import Pooler, PoolingSolver
 from tilewise.solvers.pooling._tables import Geometry, geometry_of, told_backward, told_forward
 
@@ -69,12 +69,8 @@ class WindowPooling(PoolingSolver):
 
     def pooler(self, p: PoolingProblem, c: Config, device: torch.device) -> Pooler:
         """The compiled kernels. Raises ``SolverUnavailable`` with Numba's reason, or for a config that is none."""
-        try:
-            lanes, threads = integer(c, "lanes"), integer(c, "threads")
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
-        if lanes not in LANES or threads < 1:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: lanes of {LANES} and threads from 1 on would do")
+        with config_reasons(p, c):
+            lanes, threads = lanes_and_threads(c)
         return _Kernels(p, lanes, threads, c.get("team") == "openmp")
 
 

@@ -12,8 +12,8 @@ import torch
 from tilewise.plan import Config
 from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
-from tilewise.solvers.base import Cost, Run, SolverUnavailable
-from tilewise.solvers.common.tiles import busy, integer
+from tilewise.solvers.base import Cost, Run
+from tilewise.solvers.common.tiles import busy, config_reasons, integer
 from tilewise.solvers.common.triton_run import compiled, has_triton
 from tilewise.solvers.common.views import BIAS, OUT, A, B, View, epilogue, launch, residual_like
 from tilewise.solvers.conv import ConvSolver
@@ -98,10 +98,8 @@ class PointwiseGemm(ConvSolver):
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernel for these strides. Raises ``SolverUnavailable`` with Triton's reason."""
         assert out is not None
-        try:
+        with config_reasons(p, c):
             tile = _tile(c)
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
         return compiled(p, [_launch(p, tile, View.of(a))], a.device)
 
 

@@ -8,8 +8,8 @@ import torch
 
 from tilewise.plan import Config
 from tilewise.problems.conv.problem import ConvProblem, Pass
-from tilewise.solvers.base import Cost, Run, SolverUnavailable
-from tilewise.solvers.common.tiles import integer
+from tilewise.solvers.base import Cost, Run
+from tilewise.solvers.common.tiles import config_reasons, integer
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.products._split import RATE, refused
 from tilewise.solvers.products._split_gradients import division, forms
@@ -71,7 +71,5 @@ class SplitGradients(ConvSolver):
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels. Raises ``SolverUnavailable`` with the compiler's reason."""
         assert out is not None
-        try:
+        with config_reasons(p, c):
             return GradientRun(p, c, a, b, out).run
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error

@@ -8,13 +8,12 @@ from collections.abc import Iterable
 import torch
 
 from tilewise.kernels.cpu.recurrent.told import GATES
-from tilewise.kernels.cpu.sizes import LANES
 from tilewise.plan import Config
 from tilewise.problems.recurrent.packing import Packing
 from tilewise.problems.recurrent.problem import RecurrentProblem
-from tilewise.solvers.base import Cost, SolverUnavailable
-from tilewise.solvers.common.cpu_run import numba_missing, vector_lanes, with_teams
-from tilewise.solvers.common.tiles import integer
+from tilewise.solvers.base import Cost
+from tilewise.solvers.common.cpu_run import lanes_and_threads, numba_missing, vector_lanes, with_teams
+from tilewise.solvers.common.tiles import config_reasons
 from tilewise.solvers.recurrent._cpu_recurrence import CpuRecurrence, Shares
 from tilewise.solvers.recurrent._direction import Linear
 from tilewise.solvers.recurrent._folded import Folded, folded_bytes
@@ -107,11 +106,9 @@ def _linear() -> Linear:
 
 def _shares(p: RecurrentProblem, c: Config) -> tuple[int, Shares, Shares]:
     """The threads of a config and the shares of both passes. Raises ``SolverUnavailable`` for what is no config."""
-    try:
-        lanes, threads = integer(c, "lanes"), integer(c, "threads")
-    except (KeyError, ValueError) as error:
-        raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
-    if lanes not in LANES or threads < 1 or c.get("team", "own") not in ("own", "openmp"):
-        raise SolverUnavailable(f"{c} is no config of {p.key}: lanes of {LANES} and at least 1 thread would do")
+    with config_reasons(p, c):
+        lanes, threads = lanes_and_threads(c)
+        if c.get("team", "own") not in ("own", "openmp"):
+            raise ValueError(f"team={c['team']!r}: own or openmp would do")
     to, back = (Shares(lanes, GATES[p.cell], p.batch, p.hidden, threads, back) for back in (False, True))
     return threads, to, back

@@ -17,8 +17,9 @@ from tilewise.plan import Config
 from tilewise.problems.base import ALIGNMENT
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem
-from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
+from tilewise.solvers.base import Cost, Run, Solver
 from tilewise.solvers.common.buffers import Arena, Slot
+from tilewise.solvers.common.tiles import config_reasons
 from tilewise.solvers.common.triton_run import ProgramRun, compiled, has_triton
 from tilewise.solvers.common.views import WORKSPACE, View, at, counted, launch, within
 from tilewise.solvers.conv import ConvSolver
@@ -132,10 +133,8 @@ class Polyphase(ConvSolver):
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """The other solver's run between copies. Raises ``SolverUnavailable`` with the reason."""
         assert out is not None
-        try:
+        with config_reasons(p, c):
             phases = _phases(p, c)
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
         given = a, b, out
         copies = [phases.copies(list(map(View.of, given)), result=back) for back in (False, True)]
         space = torch.empty(phases.last.offset, dtype=torch.uint8, device=a.device)

@@ -14,8 +14,9 @@ from tilewise.plan import Config
 from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.base import ALIGNMENT, dense_strides
 from tilewise.problems.conv.problem import ConvProblem
-from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
+from tilewise.solvers.base import Cost, Prepare, Run, Solver
 from tilewise.solvers.common.buffers import Arena, Slot
+from tilewise.solvers.common.tiles import config_reasons
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.rewrites._inner import inner_config, named
 
@@ -109,11 +110,9 @@ class Widened(ConvSolver):
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """The other solver's run between copies. Raises ``SolverUnavailable`` with its reason."""
         assert out is not None
-        try:
+        with config_reasons(p, c):
             solver, inner_c, wide = _solver(c), inner_config(c), widened(p)
             buffers, kept = _Buffers(p, solver.workspace(wide, inner_c)), bool(solver.constant(wide, inner_c))
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
         first, second = p.operands
         inner = solver.bind_checked(
             wide, inner_c, buffers.example(first), buffers.example(second), buffers.example(p.result)

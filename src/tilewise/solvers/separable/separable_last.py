@@ -9,10 +9,10 @@ import torch
 from tilewise.plan import Config
 from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.separable.problem import SeparableProblem
-from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
+from tilewise.solvers.base import Cost, Prepare, Run
 from tilewise.solvers.common.channels_last import LONGEST, strides_of
 from tilewise.solvers.common.cpu_run import numba_missing
-from tilewise.solvers.common.tiles import integer
+from tilewise.solvers.common.tiles import config_reasons, integer
 from tilewise.solvers.separable._separable import SeparableSolver
 from tilewise.solvers.separable._strips import Strips, division, forms, in_panels
 
@@ -77,7 +77,5 @@ class SeparableLast(SeparableSolver):
     def bind(self, p: SeparableProblem, c: Config, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels. Raises ``SolverUnavailable`` with the compiler's reason."""
         assert out is not None
-        try:
+        with config_reasons(p, c):
             return Strips(p, c, strides_of(x, out)).run
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error

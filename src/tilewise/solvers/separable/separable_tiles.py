@@ -11,6 +11,7 @@ from tilewise.plan import Config
 from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.separable.problem import SeparableProblem
 from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
+from tilewise.solvers.common.tiles import config_reasons
 from tilewise.solvers.common.triton_run import compiled, has_triton
 from tilewise.solvers.separable._separable import SeparableSolver
 from tilewise.solvers.separable._tiles import (
@@ -107,10 +108,8 @@ class SeparableTiles(SeparableSolver):
     def bind(self, p: SeparableProblem, c: Config, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernel for these strides. Raises ``SolverUnavailable`` with the reason."""
         assert out is not None
-        try:
+        with config_reasons(p, c):
             tile = tile_of(c)
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
         for role, tensor in (("x", x), ("y", out)):
             if tensor.shape[1] > 1 and tensor.stride(1) != 1:
                 raise SolverUnavailable(f"{role} has strides {tensor.stride()}: channels side by side would do")

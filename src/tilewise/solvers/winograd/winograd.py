@@ -9,10 +9,10 @@ import torch
 from tilewise.plan import Config
 from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
-from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
+from tilewise.solvers.base import Cost, Prepare, Run
 from tilewise.solvers.common.costs import CPU_CACHE
 from tilewise.solvers.common.cpu_run import byte_strides, numba_missing
-from tilewise.solvers.common.tiles import integer
+from tilewise.solvers.common.tiles import config_reasons, integer
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.winograd._cpu import TAPS, TILES, Tiles, forms, sizes, tiling
 
@@ -119,7 +119,5 @@ class Winograd(ConvSolver):
         """Compile the kernels. Raises ``SolverUnavailable`` with the compiler's reason."""
         assert out is not None
         tensors = zip((*p.operands, p.result), (a, b, out), strict=True)
-        try:
+        with config_reasons(p, c):
             return Tiles(p, c, {role: byte_strides(t) for role, t in tensors}).run
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error

@@ -13,10 +13,10 @@ from tilewise.kernels.cuda.winograd import CHANNELS, DEPTH
 from tilewise.machine.device import torch_device
 from tilewise.plan import Config
 from tilewise.problems.conv.problem import ConvProblem, Pass
-from tilewise.solvers.base import Cost, Prepare, Run, Solver, SolverUnavailable
+from tilewise.solvers.base import Cost, Prepare, Run, Solver
 from tilewise.solvers.common.cuda_run import Step, compiled
 from tilewise.solvers.common.split_products import refused
-from tilewise.solvers.common.tiles import PROCESSORS, integer
+from tilewise.solvers.common.tiles import PROCESSORS, config_reasons, integer
 from tilewise.solvers.common.views import View
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.winograd import _fused as fused
@@ -121,17 +121,13 @@ class WinogradFused(ConvSolver):
 
     def steps(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Step]:
         """The launches. Raises ``SolverUnavailable`` for a config that does not fit the problem."""
-        try:
+        with config_reasons(p, c):
             return fused.steps(_layout(p, c), View.of(a), View.of(b), View.of(out))
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
 
     def filters(self, p: ConvProblem, c: Config, weight: torch.Tensor) -> list[Step]:
         """The launches that prepare filters to be kept. Raises as :meth:`steps`."""
-        try:
+        with config_reasons(p, c):
             return fused.filters(_layout(p, c), View.of(weight))
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
 
 
 def _device_lacks(p: ConvProblem) -> list[str]:

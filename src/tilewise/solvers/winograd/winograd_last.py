@@ -10,9 +10,9 @@ import torch
 from tilewise.plan import Config
 from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
-from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
+from tilewise.solvers.base import Cost, Prepare, Run
 from tilewise.solvers.common.channels_last import reasons, strides_of
-from tilewise.solvers.common.tiles import integer
+from tilewise.solvers.common.tiles import config_reasons, integer
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.winograd._cpu import TAPS, TILES, sizes
 from tilewise.solvers.winograd._last import LastTiles, blocked, forms
@@ -99,7 +99,5 @@ class WinogradLast(ConvSolver):
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """Compile the kernels. Raises ``SolverUnavailable`` with the compiler's reason."""
         assert out is not None
-        try:
+        with config_reasons(p, c):
             return LastTiles(p, c, strides_of(a, out)).run
-        except (KeyError, ValueError) as error:
-            raise SolverUnavailable(f"{c} is no config of {p.key}: {error}") from error
