@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from tilewise.kernels.cpu.channels_last.told import INDIRECT
+from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.common.cpu_run import byte_strides, numba_missing
 
 __all__ = [
     "AWAY", "CACHE", "LONGEST", "RATES", "READ", "REGISTERS", "SHAPES", "Panels", "even", "innermost",
-    "lines_in_panels", "reasons", "rows_of_line", "strides_of",
+    "lines_in_panels", "reasons", "rows_of_line", "strides_of", "three_axes", "told_images",
 ]  # fmt: skip
 
 SHAPES = {16: {4: 7, 2: 14, 3: 9, 1: 12}, 8: {2: 6, 4: 3, 3: 4, 1: 8}, 4: {2: 6, 4: 3, 3: 4, 1: 8}}
@@ -103,6 +105,28 @@ def rows_of_line(taps: int, lanes: int, vectors: int) -> int:
 def strides_of(a: torch.Tensor, out: torch.Tensor) -> dict[str, list[int]]:
     """The byte strides of x and y."""
     return {"x": byte_strides(a), "y": byte_strides(out)}
+
+
+def three_axes(p: ConvProblem) -> tuple[Axis, Axis, Axis]:
+    """Depth, height and width, of size 1 where ``p`` lacks them."""
+    missing = (Axis(1, 1),) * (3 - p.dims)
+    depth, height, width = (*missing, *p.axes)
+    return depth, height, width
+
+
+def told_images(axes: Sequence[Axis], apart: Mapping[str, Sequence[int]]) -> dict[int, int]:
+    """Depth, height and width of images and how these lie, by their places in :data:`INDIRECT`.
+
+    ``apart`` holds the byte strides of x and y. What is added lies as y does.
+    """
+    told: dict[int, int] = {}
+    for name, field in (("sizes", "size"), ("outs", "out"), ("kernel", "kernel"), ("stride", "stride"),
+                        ("dilation", "dilation"), ("before", "before")):  # fmt: skip
+        told |= dict(enumerate((getattr(axis, field) for axis in axes), INDIRECT[name]))
+    for name, role in (("x", "x"), ("y", "y"), ("added", "y")):
+        image, _, *space = apart[role]
+        told |= dict(enumerate((image, *[0] * (3 - len(space)), *space), INDIRECT[name]))
+    return told
 
 
 def lines_in_panels(lines: torch.Tensor, width: int, lanes: int, flat: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ Whether Numba is installed, its errors, the division of work among threads, the 
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Iterator, Mapping
 
@@ -25,6 +26,7 @@ __all__ = [
     "WIDEST",
     "FinishingRun",
     "PreparedFilters",
+    "PreparingRun",
     "balanced_parts",
     "byte_strides",
     "finishing",
@@ -160,89 +162,25 @@ def numba_reasons() -> Iterator[None]:
         raise SolverUnavailable(f"{type(error).__name__}: {text[-1] if text else error!r}"[:300]) from error
 
 
-class PreparedFilters:
-    """A compiled kernel that computes with filters in a form of its own, and writes them in that form first.
-
-    Subclasses have :meth:`run`, a :data:`~tilewise.solvers.base.Run`; :meth:`prepare` is a
-    :data:`~tilewise.solvers.base.Prepare`. The workspace holds the scratch of all threads and then, unless they are
-    constant, the filters in that form.
-    """
-
-    __slots__ = ("_added", "_filters", "_openmp", "_own_filters", "_partial", "_run", "_threads", "_units")
-
-    def __init__(
-        self,
-        p: ConvProblem,
-        c: Config,
-        run: int,
-        units: np.ndarray,
-        other: Mapping[int, int],
-        *,
-        own_filters: bool,
-        bias: int,
-        residual: int,
-        partial: int | None = None,
-    ) -> None:
-        """``run`` is the address of the kernel's machine code, ``units`` the description of the computation.
-
-        ``other`` holds the places and values that differ in the description of the other call, which writes filters.
-        With ``own_filters`` each run writes them. ``bias`` and ``residual`` are the places of their addresses among the
-        kernel's numbers, ``partial`` that of the address behind the scratch, for a kernel with partial sums.
-        """
-        self._run, self._own_filters = run, own_filters
-        self._added = [HEADER + place for place, adds in ((bias, p.bias), (residual, p.residual)) if adds]
-        self._partial = partial
-        self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
-        self._units, self._filters = units, units.copy()
-        for place, value in other.items():
-            self._filters[place] = value
-
-    def prepare(self, weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
-        """Write all filters into ``kept`` in the form that the kernel computes with."""
-        assert workspace is not None
-        self._start(self._filters, workspace, 0, weight.data_ptr(), kept.data_ptr())
-
-    def _behind_scratch(self, workspace: torch.Tensor) -> int:
-        """The address behind the scratch of all threads."""
-        return workspace.data_ptr() + int(self._units[5]) * self._threads
-
-    def _second(self, b: torch.Tensor, workspace: torch.Tensor) -> int:
-        """The address of the second operand as the kernel takes it: of ``b``, or of filters that are written now."""
-        if not self._own_filters:
-            return b.data_ptr()
-        written = self._behind_scratch(workspace)
-        self._start(self._filters, workspace, 0, b.data_ptr(), written)
-        return written
-
-    def _start(
-        self, numbers: np.ndarray, workspace: torch.Tensor, a: int, b: int, out: int, *added: torch.Tensor
-    ) -> None:
-        """Start the kernel with a copy of ``numbers`` as its description; nothing is ``added`` to filters."""
-        data = numbers.copy()
-        if self._partial is not None:
-            data[HEADER + self._partial] = self._behind_scratch(workspace)
-        for place, tensor in zip(self._added, added, strict=bool(added)):
-            data[place] = tensor.data_ptr()
-        start(self._run, data, self._threads, self._openmp, workspace.data_ptr(), a, b, out)
-
-
 class FinishingRun:
     """A compiled kernel that computes with filters in a form of its own, and adds bias and residual as it writes.
 
     :meth:`run` is a :data:`~tilewise.solvers.base.Run`. Subclasses set ``_kernel``, the address of the machine code,
-    ``_numbers``, which describe the call, and ``_added``, the places in them of the addresses of what is added.
+    and ``_numbers``, which describe the call. The workspace begins with the scratch of all threads.
     """
 
-    __slots__ = ("_added", "_kernel", "_numbers", "_openmp", "_threads")
-    _added: list[int]
+    __slots__ = ("_added", "_kernel", "_numbers", "_openmp", "_own_filters", "_threads")
     _kernel: int
     _numbers: np.ndarray
 
-    def __init__(self, c: Config) -> None:
+    def __init__(self, p: ConvProblem, c: Config, places: Mapping[str, int]) -> None:
+        """``places`` says where the addresses of ``bias`` and ``residual`` are among the kernel's numbers."""
         self._threads, self._openmp = integer(c, "threads"), c.get("team") == "openmp"
+        self._added = [HEADER + places[name] for name in ("bias", "residual") if getattr(p, name)]
+        self._own_filters = "w" in p.operands and not p.constant_weight
 
     def filters(self, b: torch.Tensor, workspace: torch.Tensor) -> int:
-        """The address of the filters in their form: of constant ones ``b``, which were prepared."""
+        """The address of the second operand as the kernel takes it: ``b``, which for a constant filter was prepared."""
         return b.data_ptr()
 
     def run(
@@ -263,10 +201,55 @@ class FinishingRun:
         data = self._numbers.copy()
         for place, tensor in zip(self._added, added, strict=True):
             data[place] = tensor.data_ptr()
-        start(self._kernel, data, self._threads, self._openmp, workspace.data_ptr(), a.data_ptr(), filters,
-              out.data_ptr())  # fmt: skip
+        self.compute(data, a.data_ptr(), filters, out, workspace)
         return out
+
+    def compute(self, data: np.ndarray, a: int, filters: int, out: torch.Tensor, workspace: torch.Tensor) -> None:
+        """Write the result by the kernel's call that ``data`` describes."""
+        self.start(data, workspace, a, filters, out.data_ptr())
+
+    def start(self, data: np.ndarray, workspace: torch.Tensor, a: int, b: int, out: int) -> None:
+        """Start the kernel with ``data``, which no other call may use, on operands and result at these addresses."""
+        start(self._kernel, data, self._threads, self._openmp, workspace.data_ptr(), a, b, out)
 
     def behind_scratch(self, workspace: torch.Tensor) -> torch.Tensor:
         """The workspace behind the scratch of all threads."""
         return workspace[int(self._numbers[5]) * self._threads :]
+
+
+class PreparingRun(FinishingRun, abc.ABC):
+    """The same for a kernel whose filters are written behind the scratch by each run, unless they are constant."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def prepare(self, weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
+        """Write all filters into ``kept`` in the kernel's form: a :data:`~tilewise.solvers.base.Prepare`."""
+
+    def filters(self, b: torch.Tensor, workspace: torch.Tensor) -> int:
+        """The address of the second operand as the kernel takes it: ``b``, or filters that are written now."""
+        if not self._own_filters:
+            return b.data_ptr()
+        behind = self.behind_scratch(workspace)
+        self.prepare(b, behind, workspace)
+        return behind.data_ptr()
+
+
+class PreparedFilters(PreparingRun):
+    """The same for a kernel that writes its filters by a call of its own: ``_filters`` describe that call."""
+
+    __slots__ = ("_filters",)
+
+    def tell(self, kernel: int, numbers: np.ndarray, other: Mapping[int, int]) -> None:
+        """Set the address of the kernel's machine code and the ``numbers`` that describe its calls.
+
+        ``other`` holds the places and values that differ in the description of the call that writes filters.
+        """
+        self._kernel, self._numbers, self._filters = kernel, numbers, numbers.copy()
+        for place, value in other.items():
+            self._filters[place] = value
+
+    def prepare(self, weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
+        """Write all filters into ``kept`` in the form that the kernel computes with."""
+        assert workspace is not None
+        self.start(self._filters.copy(), workspace, 0, weight.data_ptr(), kept.data_ptr())

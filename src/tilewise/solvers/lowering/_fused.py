@@ -240,6 +240,7 @@ class Units(PreparedFilters):
 
     def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
         """``apart`` holds the byte strides of each tensor. Raises ``SolverUnavailable`` with Numba's reason."""
+        super().__init__(p, c, {"bias": of.BIAS, "residual": of.RESIDUAL})
         blocked = lowered(p, c)
         run, pieces, products, finish = _compiled(blocked, finishing(p))
         self._kept: list[np.ndarray] = []
@@ -263,10 +264,7 @@ class Units(PreparedFilters):
             other = {3: chunks, HEADER + of.KIND: 3}
         else:
             other = {3: chunks * len(blocked.phases) * blocked.output_blocks, HEADER + of.KIND: 1}
-        own_filters = not (p.constant_weight or blocked.gradient)
-        super().__init__(
-            p, c, run, units, other, own_filters=own_filters, bias=of.BIAS, residual=of.RESIDUAL, partial=of.PARTIAL
-        )
+        self.tell(run, units, other)
 
     def _address(self, numbers: object) -> int:
         """The address of ``numbers`` as an array that lives as long as this object."""
@@ -294,25 +292,15 @@ class Units(PreparedFilters):
             place += len(lines) * blocked.output_blocks * blocked.tile[1] * of.NUMBER
         return table
 
-    def run(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor | None,
-        workspace: torch.Tensor | None,
-        *added: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run the kernel; ``b`` is the problem's operand, or for a constant filter what :meth:`prepare` wrote.
-
-        ``added`` are the bias and the residual, as far as the problem has them.
-        """
-        assert out is not None
-        assert workspace is not None
-        second = self._second(b, workspace)
-        self._start(self._units, workspace, a.data_ptr(), second, out.data_ptr(), *added)
-        if self._adds_up:
-            self._start(self._filters, workspace, 0, 0, out.data_ptr())
-        return out
+    def compute(self, data: np.ndarray, a: int, filters: int, out: torch.Tensor, workspace: torch.Tensor) -> None:
+        """Write the result; with shares, sums of each share and then their sum."""
+        if not self._adds_up:
+            super().compute(data, a, filters, out, workspace)
+            return
+        adding, partial = self._filters.copy(), self.behind_scratch(workspace).data_ptr()
+        data[HEADER + of.PARTIAL] = adding[HEADER + of.PARTIAL] = partial
+        super().compute(data, a, filters, out, workspace)
+        self.start(adding, workspace, 0, 0, out.data_ptr())
 
 
 def _three(space: list[int]) -> tuple[int, ...]:

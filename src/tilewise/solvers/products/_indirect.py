@@ -11,14 +11,24 @@ import numpy as np
 import torch
 
 from tilewise.kernels.cpu.channels_last.told import INDIRECT, NUMBERS
-from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem
-from tilewise.solvers.common.channels_last import AWAY, CACHE, RATES, READ, SHAPES, Panels, even, innermost
+from tilewise.solvers.common.channels_last import (
+    AWAY,
+    CACHE,
+    RATES,
+    READ,
+    SHAPES,
+    Panels,
+    even,
+    innermost,
+    three_axes,
+    told_images,
+)
 from tilewise.solvers.common.cpu_run import (
     PAGE,
-    FinishingRun,
+    PreparingRun,
     kernel_data,
     numba_reasons,
     numbers_array,
@@ -80,9 +90,7 @@ class Division(Panels):
     @property
     def axes(self) -> tuple[Axis, Axis, Axis]:
         """Depth, height and width."""
-        missing = (Axis(1, 1),) * (3 - self.p.dims)
-        depth, height, width = (*missing, *self.p.axes)
-        return depth, height, width
+        return three_axes(self.p)
 
     @property
     def groups(self) -> int:
@@ -314,17 +322,15 @@ def _by_pixels(whole: Division, threads: int) -> Iterable[Division]:
         yield replace(whole, parts=parts, panel_parts=panel_parts)
 
 
-class Pixels(FinishingRun):
+class Pixels(PreparingRun):
     """The compiled kernel over all units of work, for tensors of fixed strides. It takes filters in panels."""
 
-    __slots__ = ("_divided", "_own_filters", "_zeros")
+    __slots__ = ("_divided", "_zeros")
 
     def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
         """``apart`` holds the byte strides of x and y. Raises ``SolverUnavailable`` with Numba's reason."""
         divided = self._divided = division(p, c)
-        super().__init__(c)
-        self._own_filters = not p.constant_weight
-        self._added = [HEADER + INDIRECT[name] for name in ("bias", "residual") if getattr(p, name)]
+        super().__init__(p, c, INDIRECT)
         self._zeros = np.zeros(max(divided.channels, divided.width), dtype=np.float32)
         self._kernel, *functions = _kernels(divided)
         places = divided.places()
@@ -342,21 +348,12 @@ class Pixels(FinishingRun):
             "ahead": divided.ahead,
         }  # fmt: skip
         told = {INDIRECT[name]: value for name, value in numbers.items()}
-        for name, field in (("sizes", "size"), ("outs", "out"), ("kernel", "kernel"), ("stride", "stride"),
-                            ("dilation", "dilation"), ("before", "before")):  # fmt: skip
-            told |= dict(enumerate((getattr(axis, field) for axis in divided.axes), INDIRECT[name]))
-        for name, strides in (("x", apart["x"]), ("y", apart["y"]), ("added", apart["y"])):
-            image, _, *space = strides
-            told |= dict(enumerate((image, *[0] * (3 - p.dims), *space), INDIRECT[name]))
+        told |= told_images(divided.axes, apart)
         self._numbers = kernel_data(divided.units, places["size"], numbers_array(told, NUMBERS))
 
-    def filters(self, b: torch.Tensor, workspace: torch.Tensor) -> int:
-        """Those that may change are put into panels at every call."""
-        if not self._own_filters:
-            return b.data_ptr()
-        behind = self.behind_scratch(workspace)
-        in_panels(self._divided, b, behind)
-        return behind.data_ptr()
+    def prepare(self, weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
+        """Write all filters into ``kept`` in panels."""
+        in_panels(self._divided, weight, kept)
 
 
 def _kernels(divided: Division) -> tuple[int, int, int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.kernels.cpu.tile_registers.told import DEPTH, FILTER, FILTER_NUMBERS, SPLIT, SPLIT_NUMBERS, WIDE
 from tilewise.plan import Config
 from tilewise.problems.conv.problem import ConvProblem
@@ -79,9 +78,8 @@ class _Pixels(FinishingRun):
         from tilewise.kernels.cpu.tile_registers.compiling import load_split_products
 
         p = divided.p
-        super().__init__(c)
+        super().__init__(p, c, SPLIT)
         self._place = place
-        self._added = [HEADER + SPLIT[name] for name in ("bias", "residual") if getattr(p, name)]
         self._zeros = np.zeros(WIDE, dtype=np.float32)
         read, written = p.operands[0], p.result
         finish = "finish"

@@ -228,6 +228,7 @@ class Tiles(PreparedFilters):
 
     def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
         """``apart`` holds the byte strides of each tensor. Raises ``SolverUnavailable`` with Numba's reason."""
+        super().__init__(p, c, {"bias": of.BIAS, "residual": of.RESIDUAL})
         t = tiling(p, c)
         backward, gradient = p.pass_ is Pass.DGRAD, p.pass_ is Pass.WGRAD
         self._parts = (t.parts, *p.shape("w")) if t.parts > 1 else None
@@ -250,31 +251,17 @@ class Tiles(PreparedFilters):
             of.FINISH: finish,
         }  # fmt: skip
         units = kernel_data(t.units, t.scratch, numbers_array(numbers, of.NUMBERS))
-        other, own_filters = {3: p.groups * t.chunks, HEADER + of.KIND: 1}, not (p.constant_weight or gradient)
-        super().__init__(p, c, run, units, other, own_filters=own_filters, bias=of.BIAS, residual=of.RESIDUAL)
+        self.tell(run, units, {3: p.groups * t.chunks, HEADER + of.KIND: 1})
 
-    def run(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor | None,
-        workspace: torch.Tensor | None,
-        *added: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run the kernel; ``b`` is the problem's operand, or for a constant filter what :meth:`prepare` wrote.
-
-        ``added`` are the bias and the residual, as far as the problem has them.
-        """
-        assert out is not None
-        assert workspace is not None
-        second = self._second(b, workspace)
+    def compute(self, data: np.ndarray, a: int, filters: int, out: torch.Tensor, workspace: torch.Tensor) -> None:
+        """Write the result; in parts, each part's sums and then their sum."""
         if self._parts is None:
-            self._start(self._units, workspace, a.data_ptr(), second, out.data_ptr(), *added)
-            return out
-        begin, size = int(self._units[5]) * self._threads, 4 * math.prod(self._parts)
-        parts = workspace[begin : begin + size].view(torch.float32).view(self._parts)
-        self._start(self._units, workspace, a.data_ptr(), second, parts.data_ptr())
-        return torch.sum(parts, 0, out=out)
+            super().compute(data, a, filters, out, workspace)
+            return
+        behind = self.behind_scratch(workspace)[: 4 * math.prod(self._parts)]
+        parts = behind.view(torch.float32).view(self._parts)
+        super().compute(data, a, filters, parts, workspace)
+        torch.sum(parts, 0, out=out)
 
 
 def _taps(apart: Sequence[int], r: Sizes) -> Sizes:

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 
 from tilewise.kernels.cpu.channels_last.told import WINOGRAD, WINOGRAD_NUMBERS
-from tilewise.kernels.cpu.sizes import HEADER
 from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.common.channels_last import READ, SHAPES, Panels, even
 from tilewise.solvers.common.cpu_run import (
     PAGE,
-    FinishingRun,
+    PreparingRun,
     kernel_data,
     numba_reasons,
     numbers_array,
@@ -229,7 +228,7 @@ def _divisions(p: ConvProblem, lanes: int, m: int, threads: int) -> Iterable[Blo
                 yield replace(divided, panel_parts=parts)
 
 
-class LastTiles(FinishingRun):
+class LastTiles(PreparingRun):
     """The compiled kernel over all units of work, for tensors of fixed strides. It takes transformed filters."""
 
     __slots__ = ("_blocked", "_filter", "_zeros")
@@ -239,8 +238,7 @@ class LastTiles(FinishingRun):
         from tilewise.kernels.cpu.channels_last.compiling import load_winograd_last
 
         divided = self._blocked = blocked(p, c)
-        super().__init__(c)
-        self._added = [HEADER + WINOGRAD[name] for name in ("bias", "residual") if getattr(p, name)]
+        super().__init__(p, c, WINOGRAD)
         self._zeros = np.zeros(max(divided.channels, divided.width) + divided.lanes, dtype=np.float32)
         shape = divided.lanes, divided.outs, divided.taps, divided.rows, (divided.vectors, divided.last)
         with numba_reasons():
@@ -299,11 +297,6 @@ class LastTiles(FinishingRun):
                     here + i * channel, row, column, vector, there + i * line, down * point, point, vector, vectors
                 )
 
-    def filters(self, b: torch.Tensor, workspace: torch.Tensor) -> int:
-        """Those that may change are transformed at every call."""
-        divided = self._blocked
-        if divided.p.constant_weight:
-            return b.data_ptr()
-        transformed = workspace[-divided.p.groups * divided.group_bytes :]
-        self.prepare(b, transformed, workspace)
-        return transformed.data_ptr()
+    def behind_scratch(self, workspace: torch.Tensor) -> torch.Tensor:
+        """The workspace behind the scratch of all threads, and behind the copy of a filter that is in its place."""
+        return workspace[-self._blocked.p.groups * self._blocked.group_bytes :]
