@@ -248,7 +248,7 @@ def _told(
 ) -> Told:
     """The kernel's numbers."""
     p = layout.p
-    (a_row, a_step), (b_row, b_step), (c_row, c_step) = (byte_strides(t) for t in tensors)
+    (a_row, a_step), (b_row, _), (c_row, c_step) = (byte_strides(t) for t in tensors)
     if p.op[0] == "T":
         a_row, a_step = a_step, a_row
     if layout.dots and layout.columns:  # the weight, whose rows threads divide, takes the place of the left operand
@@ -270,7 +270,6 @@ def _told(
         a_row=a_row,
         a_step=a_step,
         b_row=b_row,
-        b_step=b_step,
         c_row=c_row,
         c_step=c_step,
         zeros=zeros,

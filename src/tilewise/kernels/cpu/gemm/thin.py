@@ -25,9 +25,7 @@ MANY_TILE, MANY_LAST, FEW_TILE, FEW_LAST = (
 )  # fmt: skip
 DEPTH, PART, COLUMNS, INITIAL = (WORDS[name] for name in ("depth", "part", "columns", "initial"))
 BIAS_COLUMNS, ZEROS, CALLS = (WORDS[name] for name in ("bias_columns", "zeros", "calls"))
-A_ROW, A_STEP, B_ROW, B_STEP, C_ROW, C_STEP = (
-    WORDS[name] for name in ("a_row", "a_step", "b_row", "b_step", "c_row", "c_step")
-)  # fmt: skip
+A_ROW, A_STEP, B_ROW, C_ROW, C_STEP = (WORDS[name] for name in ("a_row", "a_step", "b_row", "c_row", "c_step"))
 
 
 @functools.cache
@@ -121,24 +119,17 @@ def thin_outer(lanes: int) -> Callable[..., None]:
     units, the size of ``data``, the size of scratch (none), and the addresses of bias, left and right operand and
     result. After these :data:`~tilewise.kernels.cpu.sizes.HEADER` numbers come those of ``Told``.
     """
-    unit_of, count = _outer_unit(lanes), next_number()
-
-    def run(address):
-        data = carray(address, HEADER)
-        v = carray(address, HEADER + COUNT)[HEADER:]
-        thread = count(address, 0)
-        if thread < data[1]:
-            unit = count(address, 2)
-            while unit < data[3]:
-                unit_of(data[6], data[7], data[8], data[9], v, unit)
-                unit = count(address, 2)
-
-    return named(run, lanes)
+    return _worker(_outer_unit(lanes), "thin_outer", lanes)
 
 
 def thin_dots(lanes: int) -> Callable[..., None]:
     """As :func:`thin_outer`, with vectors along the sums. The second operand is the one with few rows."""
-    unit_of, count = _dots_unit(lanes), next_number()
+    return _worker(_dots_unit(lanes), "thin_dots", lanes)
+
+
+def _worker(unit_of: Callable[..., None], name: str, lanes: int) -> Callable[..., None]:
+    """The worker called ``name`` whose units ``unit_of`` computes."""
+    count = next_number()
 
     def run(address):
         data = carray(address, HEADER)
@@ -150,4 +141,5 @@ def thin_dots(lanes: int) -> Callable[..., None]:
                 unit_of(data[6], data[7], data[8], data[9], v, unit)
                 unit = count(address, 2)
 
+    run.__qualname__ = name
     return named(run, lanes)

@@ -43,7 +43,6 @@ class Told:
     a_row: int
     a_step: int
     b_row: int
-    b_step: int
     c_row: int
     c_step: int
     zeros: int
