@@ -138,7 +138,7 @@ def test_parts_of_the_batch_make_the_whole(data: st.DataObject, p: PoolingProble
         own = [narrow(t, part.ranges(role)) for role, t in zip(p.operands, operands, strict=True)]
         want = [narrow(t, part.ranges(role)) for role, t in zip(p.results, whole, strict=True)]
         torch.testing.assert_close(list(as_tuple(part.problem.reference(*own))), want)
-    with pytest.raises(ValueError, match="whose sum is 3"):
+    with pytest.raises(ValueError, match="must be positive and sum to batch=3"):
         p.split("batch", (1, 1))
     with pytest.raises(ValueError, match="axis='space': batch would do"):
         p.split("space", (1, 1))

@@ -33,6 +33,7 @@ __all__ = [
     "narrow",
     "parts_of_batch",
     "read_back",
+    "require_sizes",
 ]
 
 DTYPES: dict[str, torch.dtype] = {
@@ -188,8 +189,6 @@ class Problem(abc.ABC):
         @property
         def flops(self) -> int: ...
         @property
-        def bytes(self) -> int: ...
-        @property
         def cut_axes(self) -> tuple[str, ...]: ...
     else:
         bias = False
@@ -244,6 +243,11 @@ class Problem(abc.ABC):
     def device_type(self) -> str:
         """``"cpu"`` or ``"cuda"``."""
         return self.device.split(":", 1)[0]
+
+    @property
+    def bytes(self) -> int:
+        """Least memory traffic: operands read once, results written once."""
+        return sum(self.nbytes(role) for role in self.roles)
 
     def layout(self, role: str) -> str:
         """Layout class of the tensor of ``role``, one of :data:`LAYOUTS`."""
@@ -365,12 +369,23 @@ def layout_of(shape: Sequence[int], strides: Sequence[int]) -> str:
 Own = TypeVar("Own", bound=Problem)
 
 
-def parts_of_batch(problem: Own, sizes: Sequence[int]) -> tuple[Part[Own], ...]:
-    """Parts of ``sizes`` items each, in order, of a ``problem`` whose tensors all have the batch as first dimension."""
+def require_sizes(sizes: Sequence[int], axis: str, whole: int) -> None:
+    """Raise ``ValueError`` where parts of ``sizes`` along ``axis`` are not the ``whole`` together."""
+    if any(size < 1 for size in sizes) or sum(sizes) != whole:
+        raise ValueError(f"sizes={list(sizes)}: must be positive and sum to {axis}={whole}")
+
+
+def parts_of_batch(problem: Own, axis: str, sizes: Sequence[int], roles: Sequence[str]) -> tuple[Part[Own], ...]:
+    """Parts of ``sizes`` items each, in order, of a ``problem`` that is cut along the batch alone.
+
+    The batch is the first dimension of the tensors of ``roles``; the parts use all of the others. Raises ``ValueError``
+    for another ``axis``, and for sizes that are not the batch together.
+    """
+    require_sizes(sizes, axis, problem.extent(axis))
     parts, start = [], 0
     for size in sizes:
         child = replace(problem, batch=size)  # type: ignore[type-var]
-        parts.append(Part(child, dict.fromkeys(problem.roles, (Range(0, start, size),)), Write.SET))
+        parts.append(Part(child, dict.fromkeys(roles, (Range(0, start, size),)), Write.SET))
         start += size
     return tuple(parts)
 

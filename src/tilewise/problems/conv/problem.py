@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 
 from tilewise.machine.torch_state import framework_flags
-from tilewise.problems.base import ALIGNMENT, DTYPES, Part, Problem
+from tilewise.problems.base import ALIGNMENT, DTYPES, Part, Problem, require_sizes
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.cuts import cut
 from tilewise.problems.conv.fields import require_convolution
@@ -237,9 +237,7 @@ class ConvProblem(Problem):
 
         Raises ``ValueError`` for an unknown axis, sizes that do not sum to the whole or a cut across groups.
         """
-        whole = self.extent(axis, scatter=scatter)
-        if any(size < 1 for size in sizes) or sum(sizes) != whole:
-            raise ValueError(f"sizes={list(sizes)}: must be positive and sum to {axis}={whole}")
+        require_sizes(sizes, axis, self.extent(axis, scatter=scatter))
         if scatter and (self.pass_ is not Pass.DGRAD or axis not in self.space):
             raise ValueError(f"scatter=True: only DGRAD along space scatters, not {self.pass_.value} along {axis}")
         ends = itertools.accumulate(sizes)

@@ -16,7 +16,7 @@ import torch
 
 from tilewise.machine.torch_state import framework_flags
 from tilewise.problems.activations import ACTIVATIONS
-from tilewise.problems.base import ALIGNMENT, DTYPES, PRECISIONS, Part, Problem, dense_strides
+from tilewise.problems.base import ALIGNMENT, DTYPES, PRECISIONS, Part, Problem, dense_strides, require_sizes
 from tilewise.problems.gemm.cuts import SIZES, cut
 from tilewise.problems.gemm.key import fields_of, key_of
 from tilewise.problems.gemm.layouts import (
@@ -177,9 +177,7 @@ class GemmProblem(Problem):
 
         Raises ``ValueError`` for an unknown axis and for sizes that do not sum to the whole.
         """
-        whole = self.extent(axis)
-        if any(size < 1 for size in sizes) or sum(sizes) != whole:
-            raise ValueError(f"sizes={list(sizes)}: must be positive and sum to {axis}={whole}")
+        require_sizes(sizes, axis, self.extent(axis))
         ends = itertools.accumulate(sizes)
         parts = []
         for size, end in zip(sizes, ends, strict=True):

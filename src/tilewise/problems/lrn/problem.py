@@ -124,11 +124,6 @@ class LrnProblem(Problem):
         return self.batch * self.channels * self.pixels * (each if self.task == "inference" else 3 * each)
 
     @property
-    def bytes(self) -> int:
-        """Least memory traffic: operands read once, results written once."""
-        return sum(self.nbytes(role) for role in self.roles)
-
-    @property
     def key(self) -> str:
         """Canonical text: equal for equal problems, different for different ones."""
         return key_of(self)
@@ -149,9 +144,7 @@ class LrnProblem(Problem):
 
         Raises ``ValueError`` for another axis, and for sizes that are not the batch together.
         """
-        if min(sizes, default=0) < 1 or sum(sizes) != self.extent(axis):
-            raise ValueError(f"sizes={tuple(sizes)}: sizes from 1 on that sum to {self.extent(axis)} would do")
-        return parts_of_batch(self, sizes)
+        return parts_of_batch(self, axis, sizes, self.roles)
 
     def reference(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """All results in float64, from all operands."""

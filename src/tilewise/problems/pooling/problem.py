@@ -164,11 +164,6 @@ class PoolingProblem(Problem):
         return each if self.task == "inference" else 2 * each
 
     @property
-    def bytes(self) -> int:
-        """Least memory traffic: operands read once, results written once."""
-        return sum(self.nbytes(role) for role in self.roles)
-
-    @property
     def key(self) -> str:
         """Canonical text: equal for equal problems, different for different ones."""
         return key_of(self)
@@ -185,10 +180,11 @@ class PoolingProblem(Problem):
         return self.batch
 
     def split(self, axis: str, sizes: Sequence[int]) -> tuple[Part[PoolingProblem], ...]:
-        """Parts of ``sizes`` images each, in order."""
-        if sum(sizes) != self.extent(axis) or min(sizes, default=0) < 1:
-            raise ValueError(f"sizes={tuple(sizes)}: sizes of at least 1 whose sum is {self.batch} would do")
-        return parts_of_batch(self, sizes)
+        """Cut the batch into parts of ``sizes`` images, in order. Each sets its own images of the results.
+
+        Raises ``ValueError`` for another axis, and for sizes that are not the batch together.
+        """
+        return parts_of_batch(self, axis, sizes, self.roles)
 
     def reference(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
         """The result in float64, and for training the gradient of the input, from all operands."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from tilewise.problems.activations import require_activation
-from tilewise.problems.base import DTYPES, Part, Problem, Range, Write, read_back
+from tilewise.problems.base import DTYPES, Part, Problem, parts_of_batch, read_back
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.separable.key import fields_of, key_of
 from tilewise.problems.separable.reference import reference
@@ -162,14 +162,7 @@ class SeparableProblem(Problem):
 
         Raises ``ValueError`` for another axis, and for sizes that are not the batch together.
         """
-        if min(sizes, default=0) < 1 or sum(sizes) != self.extent(axis):
-            raise ValueError(f"sizes={tuple(sizes)}: sizes from 1 on that sum to {self.extent(axis)} would do")
-        parts, start = [], 0
-        for size in sizes:
-            images = (Range(0, start, size),)
-            parts.append(Part(replace(self, batch=size), {"x": images, "y": images}, Write.SET))
-            start += size
-        return tuple(parts)
+        return parts_of_batch(self, axis, sizes, ("x", "y"))
 
     def reference(self, *operands: torch.Tensor) -> torch.Tensor:
         """The result in float64, without residual and the last function; biases and other functions are within."""
