@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from tilewise.nn.layers.compiled import Known
 from tilewise.nn.layers.frozen import is_kept, lead_training
 from tilewise.nn.layers.layer import Layer
 from tilewise.nn.layers.strides import backend_layout
 
-__all__ = ["trace"]
+__all__ = ["called_with", "is_bias", "trace"]
 
 
 def trace(layer: Layer, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor | None:
@@ -23,11 +22,8 @@ def trace(layer: Layer, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
     # An exported program runs without tilewise. (Dynamo of torch 2.11 takes is_exporting() itself to be always true.)
     if torch.compiler._is_exporting_flag or not layer.geometry.symmetric:
         return None
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
+    x, w, b, needs = called_with(x, w, b)
     grad = torch.is_grad_enabled()
-    needs = (grad and x.requires_grad, grad and w.requires_grad, grad and b is not None and b.requires_grad)
     deterministic = torch.are_deterministic_algorithms_enabled()
     for known in layer.known:
         if (
@@ -38,7 +34,7 @@ def trace(layer: Layer, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
             and x.dtype == w.dtype == known.dtype
             and x.device.type == known.device_type
             and x.device == w.device
-            and _is_bias(b, known, x)
+            and is_bias(b, known.bias, x)
             and needs == known.needs
             and deterministic == known.deterministic
             and known.layout == backend_layout(x.shape, x.stride(), w.shape, w.stride())
@@ -51,8 +47,20 @@ def trace(layer: Layer, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
     return None
 
 
-def _is_bias(b: torch.Tensor | None, known: Known, x: torch.Tensor) -> bool:
-    """Whether ``b`` is a bias such as the known call has, or both have none."""
-    if b is None or known.bias is None:
-        return b is None and known.bias is None
-    return b.dim() == 1 and b.shape[0] == known.bias and b.dtype == x.dtype and b.device == x.device
+def called_with(
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, tuple[bool, bool, bool]]:
+    """The tensors of a call as its operator takes them, cast where autocast does, and which of them need gradients."""
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
+    grad = torch.is_grad_enabled()
+    needs = (grad and x.requires_grad, grad and w.requires_grad, grad and b is not None and b.requires_grad)
+    return x, w, b, needs
+
+
+def is_bias(b: torch.Tensor | None, size: int | None, x: torch.Tensor) -> bool:
+    """Whether ``b`` is a bias of ``size`` numbers beside ``x``; none has the size ``None``."""
+    if b is None or size is None:
+        return b is None and size is None
+    return b.dim() == 1 and b.shape[0] == size and b.dtype == x.dtype and b.device == x.device

@@ -10,6 +10,7 @@ import torch
 from tilewise.nn.layers.frozen import is_frozen_by_inductor
 from tilewise.nn.layers.linear.compiled import KnownLinear
 from tilewise.nn.layers.linear.layer import LinearLayer
+from tilewise.nn.layers.traced import called_with, is_bias
 
 __all__ = ["trace"]
 
@@ -23,15 +24,13 @@ def trace(layer: LinearLayer, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor 
     # An exported program runs without tilewise. (Dynamo of torch 2.11 takes is_exporting() itself to be always true.)
     if torch.compiler._is_exporting_flag or not layer.known:
         return None
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
+    x, w, b, needs = called_with(x, w, b)
     grad = torch.is_grad_enabled()
-    needs = (grad and x.requires_grad, grad and w.requires_grad, grad and b is not None and b.requires_grad)
     deterministic = torch.are_deterministic_algorithms_enabled()
     for known in layer.known:
         if (
-            _is_of(known, x, w, b)
+            _is_of(known, x, w)
+            and is_bias(b, known.weight[0] if known.bias else None, x)
             and needs == known.needs
             and deterministic == known.deterministic
             and x.is_contiguous()
@@ -43,15 +42,10 @@ def trace(layer: LinearLayer, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor 
     return None
 
 
-def _is_of(known: KnownLinear, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> bool:
+def _is_of(known: KnownLinear, x: torch.Tensor, w: torch.Tensor) -> bool:
     """Whether tensors have the sizes, types and devices of the known call."""
-    if b is None:
-        bias = not known.bias
-    else:
-        bias = known.bias and b.dim() == 1 and b.shape[0] == w.shape[0] and b.dtype == x.dtype and b.device == x.device
     return (
-        bias
-        and x.dim() == len(known.shape)
+        x.dim() == len(known.shape)
         and x.shape == known.shape
         and w.shape == known.weight
         and x.dtype == w.dtype == known.dtype
