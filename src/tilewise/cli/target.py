@@ -81,9 +81,17 @@ def text_target(text: str) -> tuple[Callable[[str, Asked, tuple[str, ...]], Targ
     return makers.get(kind_of_text(text))
 
 
+def _asked(settings: Asked, operation: str = "conv") -> tuple[torch.device, dict[str, Any]]:
+    """The device that is asked for, and fields of a problem: element type, precision of the operation and device."""
+    from tilewise.machine.device import device_name
+
+    device = settings.torch_device()
+    precision = settings.set_precision(device, operation)
+    return device, {"dtype": settings.dtype, "precision": precision, "device": device_name(device)}
+
+
 def layer_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
     """The layer given in benchdnn's notation, as a target. Raises :class:`BadInput` where it is none."""
-    from tilewise.machine.device import device_name
     from tilewise.problems.conv.notation import layer_name, parse_layer
     from tilewise.problems.conv.problem import Pass
     from tilewise.report.values import Layer
@@ -92,14 +100,8 @@ def layer_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Ta
     passes = own_passes("conv", passes)
     with bad_input():
         layer = parse_layer(text, batch=settings.batch)
-        device = settings.torch_device()
-        fields: dict[str, Any] = {
-            "batch": settings.batch,
-            "layout": settings.layout,
-            "dtype": settings.dtype,
-            "precision": settings.set_precision(device),
-            "device": device_name(device),
-        }
+        device, fields = _asked(settings)
+        fields |= {"batch": settings.batch, "layout": settings.layout}
         problems = tuple(parse_layer(text, pass_=p, **fields) for p in Pass if not passes or p.value in passes)
     name = layer_name(text) or "layer"
     return Target(text, layer.batch, device, fields["precision"], (Layer((name,), problems),))
@@ -110,19 +112,13 @@ def product_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> 
 
     Without ``passes`` these are ``nn``, ``nt`` and ``tn``. Raises :class:`BadInput` where it is none.
     """
-    from tilewise.machine.device import device_name
     from tilewise.problems.gemm.notation import parse_product, product_name
     from tilewise.report.values import Layer
 
     check_target(text, settings, passes, "gemm")
     with bad_input():
         product = parse_product(text)
-        device = settings.torch_device()
-        fields: dict[str, Any] = {
-            "dtype": settings.dtype,
-            "precision": settings.set_precision(device, "matmul"),
-            "device": device_name(device),
-        }
+        device, fields = _asked(settings, "matmul")
         problems = tuple(dict.fromkeys(_of_product(text, name, fields) for name in passes or OPS[:3]))
     layer = Layer((product_name(text) or "product",), problems)
     return Target(text, product.batch_size, device, fields["precision"], (layer,))
@@ -147,19 +143,13 @@ def recurrent_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -
 
     Raises :class:`BadInput` where it is none.
     """
-    from tilewise.machine.device import device_name
     from tilewise.problems.recurrent.notation import parse_recurrent
     from tilewise.report.values import Layer
 
     check_target(text, settings, passes, "rnn")
     with bad_input():
         recurrent = parse_recurrent(text)
-        device = settings.torch_device()
-        fields: dict[str, Any] = {
-            "dtype": settings.dtype,
-            "precision": settings.set_precision(device, "rnn"),
-            "device": device_name(device),
-        }
+        device, fields = _asked(settings, "rnn")
         problems = tuple(parse_recurrent(text, task=task, **fields) for task in passes or TASKS)
     return Target(text, recurrent.batch, device, fields["precision"], (Layer((recurrent.cell,), problems),))
 
@@ -186,21 +176,17 @@ def lrn_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Targ
 
 def _of_images(text: str, settings: Asked, passes: tuple[str, ...], kind: str, parse: Callable[..., Any]) -> Target:
     """A layer without weights that takes a batch of images, whose text ``parse`` reads, as a target."""
-    from tilewise.machine.device import device_name
     from tilewise.report.values import Layer
 
     check_target(text, settings, passes, kind)
     with bad_input():
         batch = parse(text).batch
-        device = settings.torch_device()
-        fields: dict[str, Any] = {
-            "layout_name": settings.layout,
-            "dtype": settings.dtype,
-            "device": device_name(device),
-        }
+        device, fields = _asked(settings)
+        precision = fields.pop("precision")  # there are no products
+        fields["layout_name"] = settings.layout
         problems = tuple(parse(text, task=task, **fields) for task in passes or TASKS)
     layer = Layer((text.strip().partition(":")[0],), problems)
-    return Target(text, batch, device, settings.set_precision(device), (layer,))
+    return Target(text, batch, device, precision, (layer,))
 
 
 def network_target(text: str, settings: Asked, passes: tuple[str, ...] = ()) -> Target:
