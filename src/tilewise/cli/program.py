@@ -20,7 +20,6 @@ from click.exceptions import NoArgsIsHelpError
 from tilewise.cli.helped import HelpedGroup
 
 __all__ = [
-    "BAD_INPUT",
     "INTERRUPTED",
     "NO_PLAN",
     "PIPE_CLOSED",
@@ -35,7 +34,7 @@ COMMANDS = ("plan", "time", "explain", "advise", "report", "run", "wisdom", "ker
 """Each is ``command`` in the module of its name, in the order ``--help`` lists them."""
 ALIKE = {"optimize": "plan", "tune": "plan", "bench": "time", "benchmark": "time", "profile": "time"}
 """Words of other tools, and the command that does what they do."""
-NO_PLAN, BAD_INPUT, INTERRUPTED = 1, 2, 130
+NO_PLAN, INTERRUPTED = 1, 130
 PIPE_CLOSED = 141
 """What shells report of a program that ended because nobody read on (128 and the number of SIGPIPE)."""
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "Storage size calculation overflowed")

@@ -129,7 +129,7 @@ class Normalize(torch.autograd.Function):
             w, b = (None if parameter is None else parameter.to(_wide(x.dtype)) for parameter in (weight, bias))
             counted: torch.Tensor | None
             if kernels is None:
-                rows, counted = _rows(over, x, eps, seen)
+                rows, counted = _rows(over, x, seen)
                 y = F.batch_norm(x, rows[0], rows[1], w, b, False, 0.0, eps) if x.numel() else x.clone()
             else:
                 assert seen is None or isinstance(seen, Tracking)
@@ -167,7 +167,7 @@ class Normalize(torch.autograd.Function):
         return None, None, None, dx, dw, db
 
 
-def _rows(over: Over, x: torch.Tensor, eps: float, seen: Seen | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _rows(over: Over, x: torch.Tensor, seen: Seen | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Means and variances by channel, (2, channels), and counts (1, channels) where they are summed over the ranks."""
     sums = _sums(x).view(2, -1, over.merge).sum(2)
     add = functools.partial(over.link.sum, over.what)

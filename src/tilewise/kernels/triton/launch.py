@@ -23,9 +23,6 @@ from tilewise.problems.limits import INT64_MAX
 
 __all__ = ["Launch", "Pointer", "Program"]
 
-ALIGNED = 16
-"""Bytes: Triton compiles one version of a kernel for pointers at multiples of this, and another for others."""
-
 
 @dataclass(frozen=True, slots=True)
 class Pointer:

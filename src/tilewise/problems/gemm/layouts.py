@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 __all__ = [
-    "AXES", "OPS", "ROLES", "Product", "dense_row", "extents", "matrix_axes", "normal_leading",
+    "OPS", "ROLES", "Product", "dense_row", "extents", "matrix_axes", "normal_leading",
     "require_product",
 ]  # fmt: skip
 
@@ -16,8 +16,6 @@ ROLES = ("a", "b", "c")
 """Tensors of a product by place: left operand, right operand, result."""
 OPS = ("NN", "NT", "TN", "TT")
 """BLAS's words for how the operands are stored: N as they are multiplied, T with rows and columns exchanged."""
-AXES = ("batch", "rows", "columns", "depth")
-"""Axes of a product: independent products, rows and columns of the result, and the length of the sums."""
 
 
 class Product(Protocol):

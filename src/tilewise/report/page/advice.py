@@ -40,7 +40,7 @@ def _pick(report: AdviceReport) -> list[Child]:
     for named in report.named:
         mine = named.point.samples_per_second
         ratio = f"{mine / asked:.2f}x" if mine and asked else NOTHING
-        rows.append([*_row(report, named.point, ratio), ", ".join(named.roles), _plans(named.point)])
+        rows.append([*_row(named.point, ratio), ", ".join(named.roles), _plans(named.point)])
     columns = (*_columns(report), "best for", "plan")
     return [
         tag("ul", [tag("li", short(line, 600)) for line in report.why], class_="gains") if report.why else None,
@@ -60,7 +60,7 @@ def _curves(report: AdviceReport) -> list[Child]:
     )
     high = max((rate for group in shown for point in group for rate in _rates(point)), default=1.0)
     panels = [_panel(report, sorted(group, key=lambda p: p.sizes[report.batch]), high) for group in shown]
-    rows = [[*_row(report, point, ""), _plans(point)] for point in report.points[:MOST_POINTS]]
+    rows = [[*_row(point, ""), _plans(point)] for point in report.points[:MOST_POINTS]]
     columns = [*_columns(report), "plan"]
     columns.remove("#of asked")
     place = len(report.axes) + 1
@@ -117,7 +117,7 @@ def _title(report: AdviceReport, point: Place) -> str:
     return short(", ".join(f"{name} {size}" for i, (name, size) in pairs if i != report.batch) or "all", 120)
 
 
-def _row(report: AdviceReport, point: Place, ratio: str) -> list[str]:
+def _row(point: Place, ratio: str) -> list[str]:
     """The cells that all tables of points have."""
     samples = NOTHING if point.samples_per_second is None else f"{point.samples_per_second:,.4g}"
     rates = (NOTHING if rate is None else f"{rate:.3g}" for rate in (point.rate, point.torch_rate))

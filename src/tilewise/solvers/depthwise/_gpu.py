@@ -158,7 +158,7 @@ def launches(p: ConvProblem, tile: Tile, splits: int, a: torch.Tensor, b: torch.
     A constant filter with channels innermost is the second operand.
     """
     if p.pass_ is Pass.WGRAD:
-        return [_weight_gradient(p, tile, splits, a, b, out), _add_shares(p, tile, splits, out)]
+        return [_weight_gradient(p, tile, splits, a, b), _add_shares(p, tile, splits, out)]
     packs = tile.channels > 1 and not p.constant_weight
     return [*([pack_filter(p, b)] if packs else []), _gather(p, tile, a, b, out)]
 
@@ -206,8 +206,7 @@ def _gather(p: ConvProblem, tile: Tile, a: torch.Tensor, b: torch.Tensor, out: t
     return Launch(kernels.gather, grid, pointers, (count, channels), constants, tile.warps, 1)
 
 
-def _weight_gradient(p: ConvProblem, tile: Tile, splits: int, a: torch.Tensor, b: torch.Tensor,
-                     out: torch.Tensor) -> Launch:  # fmt: skip
+def _weight_gradient(p: ConvProblem, tile: Tile, splits: int, a: torch.Tensor, b: torch.Tensor) -> Launch:
     """The launch that sums a weight gradient in ``splits`` shares."""
     from tilewise.kernels.triton import depthwise as kernels
     from tilewise.kernels.triton.launch import Launch, Pointer

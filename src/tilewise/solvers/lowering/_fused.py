@@ -28,10 +28,8 @@ from tilewise.solvers.common.cpu_run import (
 )
 from tilewise.solvers.common.tiles import integer
 
-__all__ = ["TYPES", "Units", "forms", "lowered", "smaller"]
+__all__ = ["Units", "forms", "lowered", "smaller"]
 
-TYPES = (3, 2, 1)
-"""Types of lowering, in the order in which they are numbered in configs."""
 STRIP = 0.25
 """Share of a core's cache that a lowered strip may fill."""
 GRADIENT_STRIP = 0.4

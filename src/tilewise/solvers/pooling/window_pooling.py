@@ -23,7 +23,7 @@ from tilewise.solvers.common.cpu_run import (
 )
 from tilewise.solvers.common.tiles import config_reasons
 from tilewise.solvers.pooling._pooling import Pooler, PoolingSolver
-from tilewise.solvers.pooling._tables import Geometry, geometry_of, told_backward, told_forward
+from tilewise.solvers.pooling._tables import geometry_of, told_backward, told_forward
 
 MOST_KEPT = 256
 """Elements of a window whose numbers fit into a byte."""
@@ -92,12 +92,12 @@ class _Kernels:
             backward = load_pooling(lanes, p.op, step, True, False) if training else 0
         written = g.items * g.results[0] * g.results[1]
         told, self._arrays = told_forward(g, _share(written, threads))
-        self._forward = forward, _data(g, told.lines, told.share, told.numbers())
+        self._forward = forward, _data(told.lines, told.share, told.numbers())
         self._backward = backward, self._forward[1]
         if training:
             told, arrays = told_backward(g, _share(g.items * g.space[0] * g.space[1], threads))
             self._arrays += arrays
-            self._backward = backward, _data(g, told.lines, told.share, told.numbers())
+            self._backward = backward, _data(told.lines, told.share, told.numbers())
         self._strides = {role: dense_strides(p.shape(role), p.layout(role)) for role in p.roles}
 
     def forward(self, x: Tensor, *, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -130,6 +130,6 @@ def _share(lines: int, threads: int) -> int:
     return lines if threads == 1 else max(1, -(-lines // (UNITS * threads)))
 
 
-def _data(g: Geometry, lines: int, share: int, numbers: np.ndarray) -> np.ndarray:
+def _data(lines: int, share: int, numbers: np.ndarray) -> np.ndarray:
     """The array that describes a kernel's call."""
     return kernel_data(-(-lines // share), 0, numbers, header=HEADER)

@@ -8,7 +8,7 @@ from typing import Any
 from tilewise.problems.activations import activation_kind, activation_parameters
 from tilewise.problems.conv.problem import ConvProblem
 
-__all__ = ["BIAS_UID", "POINTWISE", "RESIDUAL_UID", "added_uids", "followed"]
+__all__ = ["BIAS_UID", "POINTWISE", "RESIDUAL_UID", "followed"]
 
 BIAS_UID, RESIDUAL_UID = 4, 5
 """Numbers of the tensors that are added; the operands have 1 and 2, the result has 3."""
@@ -29,11 +29,6 @@ POINTWISE: Mapping[str, Pointwise] = {
     "sigmoid": lambda graph, value: graph.sigmoid(value),
 }
 """Activations that cuDNN's graphs have, by the first word of their names. All of them keep NaN (cuDNN 9.19)."""
-
-
-def added_uids(p: ConvProblem) -> tuple[int, ...]:
-    """The numbers of the tensors that ``p`` adds, in the order in which a run gets them."""
-    return (*([BIAS_UID] if p.bias else []), *([RESIDUAL_UID] if p.residual else []))
 
 
 def followed(graph: Any, p: ConvProblem, value: Any, dims: list[int], strides: list[int], kind: Any) -> Any:

@@ -11,7 +11,6 @@ size that the config asks for, which is what the built plan then has.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,14 +108,13 @@ class Traits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Built:
-    """A built plan with its workspace in bytes and the time that building took.
+    """A built plan with its workspace in bytes.
 
     ``graph._execute_with_raw_ptrs`` queues it on the handle's stream.
     """
 
     graph: Any
     workspace: int
-    build_ms: float
 
 
 def canonical_strides(p: ConvProblem) -> Strides:
@@ -313,7 +311,6 @@ def modes(p: ConvProblem) -> tuple[str, ...]:
 
 def build(p: ConvProblem, engine: Engine, strides: Strides, device: int) -> Built:
     """Build the plan of ``engine`` for exact strides. Raises :class:`SolverUnavailable` naming the engine."""
-    start = time.perf_counter()
     try:
         with torch.cuda.device(device):
             graph, index = _graph_with(p, engine, strides, api.handle(device).value)
@@ -322,7 +319,7 @@ def build(p: ConvProblem, engine: Engine, strides: Strides, device: int) -> Buil
             workspace = int(graph.get_workspace_size_plan_at_index(index))
     except api.errors() as error:
         raise SolverUnavailable(f"{engine.name}: {api.first_line(error)}") from error
-    return Built(graph, workspace, (time.perf_counter() - start) * 1e3)
+    return Built(graph, workspace)
 
 
 def _graph_with(p: ConvProblem, engine: Engine, strides: Strides, handle: int) -> tuple[Any, int]:

@@ -13,12 +13,10 @@ from numba.core import cgutils
 
 from tilewise.kernels.cpu.vectors import Code
 
-__all__ = ["GENERAL", "MOST_QUARTERS", "inverse", "power"]
+__all__ = ["GENERAL", "inverse", "power"]
 
 GENERAL = -1
 """In place of a number of quarters: any exponent."""
-MOST_QUARTERS = 16
-"""The largest exponent that is made of square roots and products, in quarters."""
 TERMS = 9
 """The last power in the odd series 2 / ln(2) (s + s^3 / 3 + ...) of log2((1 + s) / (1 - s)), for |s| below 0.172."""
 SHIFTER = 1.5 * 2**23

@@ -41,9 +41,7 @@ READ_ITEM, WRITE_ITEM, WRITE_DEPTH, WRITE_ROW, WRITE_COLUMN = (
     WORDS[name] for name in ("read_item", "write_item", "write_depth", "write_row", "write_column")
 )  # fmt: skip
 ORIGIN_DEPTH, ORIGIN_ROW, ORIGIN_COLUMN = (WORDS[f"origin_{name}"] for name in ("depth", "row", "column"))
-FIRST, LAST, LOW, HIGH, STRIDE, PADDING = (
-    WORDS[name] for name in ("first", "last", "low", "high", "stride", "padding")
-)  # fmt: skip
+FIRST, LAST, LOW, HIGH, STRIDE = (WORDS[name] for name in ("first", "last", "low", "high", "stride"))
 ELEMENTS = tuple(WORDS[f"element_{name}"] for name in ("depth", "row", "column"))
 TABLE_DEPTH, TABLE_HEIGHT, TABLE_WIDTH = (WORDS[f"table_{name}"] for name in ("depth", "height", "width"))
 BITS = 2**20

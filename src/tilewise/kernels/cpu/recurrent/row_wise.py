@@ -24,7 +24,7 @@ from tilewise.kernels.cpu.vectors import FLOAT, INT, NUMBER, Code, Values, compi
 
 __all__ = ["backward", "forward"]
 
-THREADS, TIME, HIDDEN, PANELS, BLOCKS = (WORDS[name] for name in ("threads", "time", "hidden", "panels", "blocks"))
+TIME, HIDDEN, PANELS, BLOCKS = (WORDS[name] for name in ("time", "hidden", "panels", "blocks"))
 VECTORS, PANEL_SIZE, YIELDING, REVERSE = (WORDS[name] for name in ("vectors", "panel_size", "yielding", "reverse"))
 X, H0, Y, PACKED_U, DX, DX_N, DY, STATE = (
     WORDS[name] for name in ("x", "h0", "y", "packed", "dx", "dx_n", "dy", "state")
