@@ -27,7 +27,7 @@ from tilewise.kernels.cpu.channels_last.loops import (
 from tilewise.kernels.cpu.channels_last.tiles import written
 from tilewise.kernels.cpu.channels_last.told import INDIRECT as OF
 from tilewise.kernels.cpu.channels_last.told import word_of
-from tilewise.kernels.cpu.channels_last.units import over_units
+from tilewise.kernels.cpu.units import over_units
 from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, compiled, named
 
 __all__ = ["depthwise_last", "line_tile"]

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from tilewise.kernels.cpu.channels_last.loops import PLACE, copied, interleaved, put
 from tilewise.kernels.cpu.channels_last.tiles import UNROLLED
 from tilewise.kernels.cpu.channels_last.told import INDIRECT as OF
-from tilewise.kernels.cpu.channels_last.units import over_units
+from tilewise.kernels.cpu.units import over_units
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, pointer_call
 
 __all__ = ["indirect", "panels"]

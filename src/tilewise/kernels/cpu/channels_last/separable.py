@@ -20,7 +20,7 @@ from tilewise.kernels.cpu.channels_last.loops import PLACE, put
 from tilewise.kernels.cpu.channels_last.told import INDIRECT as OF
 from tilewise.kernels.cpu.channels_last.told import NUMBERS
 from tilewise.kernels.cpu.channels_last.told import SEPARABLE as WHOLE
-from tilewise.kernels.cpu.channels_last.units import over_units
+from tilewise.kernels.cpu.units import over_units
 from tilewise.kernels.cpu.vectors import compiled
 
 __all__ = ["separable"]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from tilewise.kernels.cpu.channels_last.loops import PLACE, copied, put
 from tilewise.kernels.cpu.channels_last.told import WINOGRAD as OF
-from tilewise.kernels.cpu.channels_last.units import over_units
+from tilewise.kernels.cpu.units import over_units
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, pointer_call
 
 __all__ = ["winograd_last"]

@@ -11,11 +11,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from numba import carray  # type: ignore[attr-defined]
-
-from tilewise.kernels.cpu.gemm.told import COUNT, WORDS
-from tilewise.kernels.cpu.sizes import HEADER
-from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, next_number, pointer_call
+from tilewise.kernels.cpu.gemm.told import WORDS
+from tilewise.kernels.cpu.units import over_units
+from tilewise.kernels.cpu.vectors import NUMBER, compiled, pointer_call
 
 __all__ = ["thin_dots", "thin_outer"]
 
@@ -41,11 +39,11 @@ def _tile(lanes: int) -> Callable[..., tuple[int, int]]:
 
 @functools.cache
 def _outer_unit(lanes: int) -> Callable[..., None]:
-    """Makes ``(bias, a, b, c, v, unit)``, which computes one unit's share of the result by outer products."""
+    """Makes ``(a, b, c, v, bias, unit)``, which computes one unit's share of the result by outer products."""
     call, tile_of = pointer_call(), _tile(lanes)
 
     @compiled(lanes)
-    def run(bias, a, b, c, v, unit):
+    def run(a, b, c, v, bias, unit):
         first, last = unit * v[SHARE], min(v[MANY], (unit + 1) * v[SHARE])
         done = 0
         while done < v[DEPTH]:
@@ -77,14 +75,14 @@ def _outer_unit(lanes: int) -> Callable[..., None]:
 
 @functools.cache
 def _dots_unit(lanes: int) -> Callable[..., None]:
-    """Makes ``(bias, a, b, c, v, unit)``, which computes one unit's share of the result by dot products.
+    """Makes ``(a, b, c, v, bias, unit)``, which computes one unit's share of the result by dot products.
 
     ``a`` is the operand whose rows threads divide, ``b`` the one with few rows.
     """
     call, tile_of = pointer_call(), _tile(lanes)
 
     @compiled(lanes)
-    def run(bias, a, b, c, v, unit):
+    def run(a, b, c, v, bias, unit):
         first, last = unit * v[SHARE], min(v[MANY], (unit + 1) * v[SHARE])
         done = 0
         while done < v[DEPTH]:
@@ -117,29 +115,12 @@ def thin_outer(lanes: int) -> Callable[..., None]:
 
     ``data`` is the address of int64: the next thread's number, the number of threads, the next unit, the number of
     units, the size of ``data``, the size of scratch (none), and the addresses of bias, left and right operand and
-    result. After these :data:`~tilewise.kernels.cpu.sizes.HEADER` numbers come those of ``Told``.
+    result. After these :data:`~tilewise.kernels.cpu.sizes.HEADER` numbers come those of ``Told``. Without scratch, its
+    address is that of the bias for every thread.
     """
-    return _worker(_outer_unit(lanes), "thin_outer", lanes)
+    return over_units(_outer_unit(lanes), "thin_outer", lanes)
 
 
 def thin_dots(lanes: int) -> Callable[..., None]:
     """As :func:`thin_outer`, with vectors along the sums. The second operand is the one with few rows."""
-    return _worker(_dots_unit(lanes), "thin_dots", lanes)
-
-
-def _worker(unit_of: Callable[..., None], name: str, lanes: int) -> Callable[..., None]:
-    """The worker called ``name`` whose units ``unit_of`` computes."""
-    count = next_number()
-
-    def run(address):
-        data = carray(address, HEADER)
-        v = carray(address, HEADER + COUNT)[HEADER:]
-        thread = count(address, 0)
-        if thread < data[1]:
-            unit = count(address, 2)
-            while unit < data[3]:
-                unit_of(data[6], data[7], data[8], data[9], v, unit)
-                unit = count(address, 2)
-
-    run.__qualname__ = name
-    return named(run, lanes)
+    return over_units(_dots_unit(lanes), "thin_dots", lanes)

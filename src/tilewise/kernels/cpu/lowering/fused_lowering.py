@@ -13,13 +13,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from numba import carray  # type: ignore[attr-defined]
-
 from tilewise.kernels.cpu.channels_last.finishing import behind
 from tilewise.kernels.cpu.lowering import lowered as of
 from tilewise.kernels.cpu.lowering.pieces import ADDED, FILLED, IN, OUT, TURNED, ZERO
-from tilewise.kernels.cpu.sizes import HEADER
-from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, next_number, number_at, pointer_call
+from tilewise.kernels.cpu.units import over_units
+from tilewise.kernels.cpu.vectors import NUMBER, compiled, number_at, pointer_call
 
 __all__ = ["fused_lowering"]
 
@@ -384,24 +382,17 @@ def fused_lowering(finishes: bool = False) -> Callable[..., None]:
     write outputs.
     """
     block, filters, gradient, shares_out = _block(finishes), _filters(), _gradient(), _shares_out()
-    count = next_number()
+    parameters = ["finishing"] * finishes
 
-    def run(address):
-        data = carray(address, HEADER)
-        v = carray(address, data[4])[HEADER:]
-        thread = count(address, 0)
-        scratch = data[6] + thread * data[5]
-        if thread < data[1]:
-            unit = count(address, 2)
-            while unit < data[3]:
-                if v[of.KIND] == 0:
-                    block(data[7], data[8], data[9], v, scratch, unit)
-                elif v[of.KIND] == 1:
-                    filters(data[8], data[9], v, unit)
-                elif v[of.KIND] == 2:
-                    gradient(data[7], data[8], data[9], v[of.PARTIAL], v, scratch, unit)
-                else:
-                    shares_out(data[9], v[of.PARTIAL], v, unit)
-                unit = count(address, 2)
+    @compiled(*parameters)
+    def unit_of(x, w, y, v, scratch, unit):
+        if v[of.KIND] == 0:
+            block(x, w, y, v, scratch, unit)
+        elif v[of.KIND] == 1:
+            filters(w, y, v, unit)
+        elif v[of.KIND] == 2:
+            gradient(x, w, y, v[of.PARTIAL], v, scratch, unit)
+        else:
+            shares_out(y, v[of.PARTIAL], v, unit)
 
-    return named(run, *["finishing"] * finishes)
+    return over_units(unit_of, "fused_lowering", *parameters)

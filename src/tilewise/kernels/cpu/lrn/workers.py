@@ -15,12 +15,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from numba import carray  # type: ignore[attr-defined]
-
 from tilewise.kernels.cpu.lrn import windows
-from tilewise.kernels.cpu.lrn.told import COUNT, WORDS
-from tilewise.kernels.cpu.sizes import HEADER
-from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, next_number, zero
+from tilewise.kernels.cpu.lrn.told import WORDS
+from tilewise.kernels.cpu.units import over_units
+from tilewise.kernels.cpu.vectors import NUMBER, compiled, zero
 
 __all__ = ["worker"]
 
@@ -30,11 +28,11 @@ STRIP, STRIPS, BLOCK, LINE, NUMBERS = (WORDS[name] for name in ("strip", "strips
 
 @functools.cache
 def _forward_strip(lanes: int, quarters: int) -> Callable[..., None]:
-    """Makes ``(scratch, x, dy, out, v, unit)`` for vectors along pixels: the result's strip."""
+    """Makes ``(x, dy, out, v, scratch, unit)`` for vectors along pixels: the result's strip."""
     whole, part = (windows.forward(lanes, quarters, False, masked) for masked in (False, True))
 
     @compiled(lanes, quarters)
-    def run(scratch, x, dy, out, v, unit):
+    def run(x, dy, out, v, scratch, unit):
         image, number = unit // v[STRIPS], unit % v[STRIPS]
         first, step = number * v[STRIP], v[PIXELS] * NUMBER
         width = min(v[STRIP], v[PIXELS] - first)
@@ -67,7 +65,7 @@ def _backward_strip(lanes: int, quarters: int) -> Callable[..., None]:
     clear = zero(lanes)
 
     @compiled(lanes, quarters)
-    def run(scratch, x, dy, out, v, unit):
+    def run(x, dy, out, v, scratch, unit):
         image, number = unit // v[STRIPS], unit % v[STRIPS]
         first, step = number * v[STRIP], v[PIXELS] * NUMBER
         width = min(v[STRIP], v[PIXELS] - first)
@@ -107,11 +105,11 @@ def _backward_strip(lanes: int, quarters: int) -> Callable[..., None]:
 
 @functools.cache
 def _forward_pixels(lanes: int, quarters: int) -> Callable[..., None]:
-    """Makes ``(scratch, x, dy, out, v, unit)`` for vectors along channels: the result's strip."""
+    """Makes ``(x, dy, out, v, scratch, unit)`` for vectors along channels: the result's strip."""
     whole, part = (windows.forward(lanes, quarters, True, masked) for masked in (False, True))
 
     @compiled(lanes, quarters)
-    def run(scratch, x, dy, out, v, unit):
+    def run(x, dy, out, v, scratch, unit):
         first = unit * v[STRIP]
         channels, before, after = v[CHANNELS], v[BEFORE], v[AFTER]
         for pixel in range(first, min(v[PIXELS], first + v[STRIP])):
@@ -138,7 +136,7 @@ def _backward_pixels(lanes: int, quarters: int) -> Callable[..., None]:
     clear = zero(lanes)
 
     @compiled(lanes, quarters)
-    def run(scratch, x, dy, out, v, unit):
+    def run(x, dy, out, v, scratch, unit):
         first = unit * v[STRIP]
         channels, before, after = v[CHANNELS], v[BEFORE], v[AFTER]
         for i in range(0, v[BLOCK] * v[LINE], lanes * NUMBER):
@@ -181,17 +179,5 @@ def worker(lanes: int, quarters: int, along: bool, back: bool) -> Callable[..., 
     :class:`~tilewise.kernels.cpu.lrn.told.Told`.
     """
     makers = (_forward_strip, _backward_strip), (_forward_pixels, _backward_pixels)
-    unit_of, count = makers[along][back](lanes, quarters), next_number()
-
-    def run(address):
-        data = carray(address, HEADER)
-        v = carray(address, HEADER + COUNT)[HEADER:]
-        thread = count(address, 0)
-        if thread < data[1]:
-            scratch = data[6] + thread * data[5]
-            unit = count(address, 2)
-            while unit < data[3]:
-                unit_of(scratch, data[7], data[8], data[9], v, unit)
-                unit = count(address, 2)
-
-    return named(run, lanes, quarters, "along" if along else "across", "back" if back else "to")
+    unit_of = makers[along][back](lanes, quarters)
+    return over_units(unit_of, "lrn", lanes, quarters, "along" if along else "across", "back" if back else "to")

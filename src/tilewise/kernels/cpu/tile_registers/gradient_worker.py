@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable
 
 from tilewise.kernels.cpu.channels_last.loops import PLACE
-from tilewise.kernels.cpu.channels_last.units import over_units
 from tilewise.kernels.cpu.tile_registers.gradients import owned
 from tilewise.kernels.cpu.tile_registers.products import SUMS as SUM_TILES
 from tilewise.kernels.cpu.tile_registers.products import released, sized
@@ -29,6 +28,7 @@ from tilewise.kernels.cpu.tile_registers.told import (
     WIDE,
 )
 from tilewise.kernels.cpu.tile_registers.told import GRADIENT as OF
+from tilewise.kernels.cpu.units import over_units
 from tilewise.kernels.cpu.vectors import compiled, number_at, pointer_call
 
 __all__ = ["split_gradients"]

@@ -11,10 +11,10 @@ import functools
 from collections.abc import Callable
 
 from tilewise.kernels.cpu.channels_last.loops import PLACE, copied, put
-from tilewise.kernels.cpu.channels_last.units import over_units
 from tilewise.kernels.cpu.tile_registers.products import released, sized
 from tilewise.kernels.cpu.tile_registers.told import DEPTH, FILTER, HALF, LANES, TILE, WIDE
 from tilewise.kernels.cpu.tile_registers.told import SPLIT as OF
+from tilewise.kernels.cpu.units import over_units
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, pointer_call
 
 __all__ = ["fill_filters", "split_products"]

@@ -13,13 +13,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from numba import carray  # type: ignore[attr-defined]
-
 from tilewise.kernels.cpu import vectors
 from tilewise.kernels.cpu.channels_last.finishing import behind
 from tilewise.kernels.cpu.rows import added
-from tilewise.kernels.cpu.sizes import HEADER
-from tilewise.kernels.cpu.vectors import NUMBER, compiled, named, next_number, pointer_call
+from tilewise.kernels.cpu.units import over_units
+from tilewise.kernels.cpu.vectors import NUMBER, compiled, pointer_call
 from tilewise.kernels.cpu.winograd import tiling as of
 from tilewise.kernels.cpu.winograd.strips import strip_in, strip_out
 
@@ -389,26 +387,19 @@ def winograd(lanes: int, finishes: bool = False) -> Callable[..., None]:
     :func:`~tilewise.kernels.cpu.winograd.strips.finished_out` at ``v[FINISH]`` to write outputs.
     """
     block, filters, gradient, bounds = _block(lanes, finishes), _filters(lanes), _gradient(lanes), _bounds(lanes)
-    count = next_number()
+    parameters = lanes, *["finishing"] * finishes
 
-    def run(address):
-        data = carray(address, HEADER)
-        v = carray(address, data[4])[HEADER:]
-        thread = count(address, 0)
-        scratch = data[6] + thread * data[5]
-        if thread < data[1]:
-            unit = count(address, 2)
-            while unit < data[3]:
-                share, rest = unit % v[of.SHARES], unit // v[of.SHARES]
-                if v[of.KIND] == 0:
-                    rows, columns = bounds(v, rest % v[of.BLOCKS])
-                    block(data[7], data[8], data[9], v, scratch, rows, columns, share, rest // v[of.BLOCKS])
-                elif v[of.KIND] == 1:
-                    filters(data[8], data[9], v, scratch + v[of.STRIP], unit)
-                else:
-                    part, rest = rest % v[of.PARTS], rest // v[of.PARTS]
-                    chunk, group = rest % v[of.CHUNKS], rest // v[of.CHUNKS]
-                    gradient(data[7], data[8], data[9], v, scratch, share, chunk, group, part)
-                unit = count(address, 2)
+    @compiled(*parameters)
+    def unit_of(x, w, y, v, scratch, unit):
+        share, rest = unit % v[of.SHARES], unit // v[of.SHARES]
+        if v[of.KIND] == 0:
+            rows, columns = bounds(v, rest % v[of.BLOCKS])
+            block(x, w, y, v, scratch, rows, columns, share, rest // v[of.BLOCKS])
+        elif v[of.KIND] == 1:
+            filters(w, y, v, scratch + v[of.STRIP], unit)
+        else:
+            part, rest = rest % v[of.PARTS], rest // v[of.PARTS]
+            chunk, group = rest % v[of.CHUNKS], rest // v[of.CHUNKS]
+            gradient(x, w, y, v, scratch, share, chunk, group, part)
 
-    return named(run, lanes, *["finishing"] * finishes)
+    return over_units(unit_of, "winograd", *parameters)

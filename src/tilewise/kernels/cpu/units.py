@@ -1,4 +1,4 @@
-"""What workers for channels that lie innermost have in common: threads that take units of work in turns."""
+"""What workers of several kernels have in common: threads that take units of work in turns."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from tilewise.kernels.cpu.vectors import named, next_number
 __all__ = ["over_units"]
 
 
-def over_units(block: Callable[..., None], name: str, lanes: int) -> Callable[..., None]:
+def over_units(block: Callable[..., None], name: str, *parameters: object) -> Callable[..., None]:
     """Makes ``(data)``, which computes all units that no other thread takes, by ``block(x, w, y, v, scratch, unit)``.
 
     ``data`` begins as in :func:`tilewise.kernels.cpu.fused_fourier.kernel.convolve`, with the addresses of the image,
-    the filters and the result. Then follow the kernel's numbers, ``v``. ``name`` tells the worker from others.
+    the filters and the result. Then follow the kernel's numbers, ``v``. ``name`` and the ``parameters`` of the maker
+    of ``block`` tell the worker from others.
     """
     count = next_number()
 
@@ -32,4 +33,4 @@ def over_units(block: Callable[..., None], name: str, lanes: int) -> Callable[..
                 unit = count(address, 2)
 
     run.__qualname__ = name
-    return named(run, lanes)
+    return named(run, *parameters)
