@@ -16,7 +16,6 @@ from tilewise.nn.script.sites import FEW, OneWeight
 __all__ = ["BY_TORCH", "FUNCTION", "BilinearSite"]
 
 ARGUMENTS: tuple[Any, ...] = ("bilinear",)
-LIMITED = "is planned without memory limits alone"
 
 
 class BilinearSite(OneWeight, BilinearLayer):
@@ -59,9 +58,7 @@ def _site(session: current.Session, weight: object) -> BilinearSite | None:
     if not isinstance(weight, torch.Tensor):
         return None
     site = BilinearSite(session.table.bilinear, ARGUMENTS, session.note)
-    if session.plan_table.options.workspace is not None:
-        site.close()
-        session.plan_table.leave(site.function, LIMITED)
+    site.close_under_limit()
     session.add(weight, site)
     return site
 

@@ -19,7 +19,6 @@ from tilewise.nn.script.sites import FEW, OneWeight
 __all__ = ["BY_TORCH", "FUNCTION", "LinearSite"]
 
 ARGUMENTS: tuple[Any, ...] = ("linear",)
-LIMITED = "is planned without memory limits alone"
 
 
 class LinearSite(OneWeight, LinearLayer):
@@ -54,9 +53,7 @@ def _site(session: current.Session, weight: object) -> LinearSite | None:
     if not isinstance(weight, torch.Tensor):
         return None
     site = LinearSite(session.table.linear, ARGUMENTS, session.note)
-    if session.plan_table.options.workspace is not None:
-        site.close()
-        session.plan_table.leave(site.function, LIMITED)
+    site.close_under_limit()
     session.add(weight, site)
     return site
 

@@ -22,8 +22,6 @@ from tilewise.nn.script.sites import FEW, OneWeight
 
 __all__ = ["FUNCTIONS", "RecurrentSite"]
 
-LIMITED = "is planned without memory limits alone"
-
 
 class RecurrentSite(OneWeight):
     """Recurrent layers as used with one first weight.
@@ -102,9 +100,7 @@ class RecurrentSite(OneWeight):
 def _site(session: current.Session, weight: torch.Tensor, arguments: tuple[Any, ...]) -> RecurrentSite:
     """Make the site for ``weight``. Under a memory limit all its calls are torch's."""
     site = RecurrentSite(session.table.recurrent, arguments, session.note)
-    if session.plan_table.options.workspace is not None:
-        site.close()
-        session.plan_table.leave(site.function, LIMITED)
+    site.close_under_limit()
     session.add(weight, site)
     return site
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -27,6 +27,12 @@ class OneWeight:
     plan_table: Recorder
     latest: Any
 
+    if TYPE_CHECKING:
+
+        @property
+        def function(self) -> str:
+            """The name of torch's function."""
+
     def begin(self, arguments: tuple[Any, ...], note: Callable[..., Any]) -> None:
         """Set the attributes of a site without any call."""
         self.arguments, self.closed, self.note = arguments, False, note
@@ -47,6 +53,12 @@ class OneWeight:
             site = self.shapes[x.shape] = type(self)(self, self.arguments, self.note)  # type: ignore[call-arg]
             site.whole = self
         return site
+
+    def close_under_limit(self) -> None:
+        """Leave all calls to torch under a memory limit, and say so."""
+        if self.plan_table.options.workspace is not None:
+            self.close()
+            self.plan_table.leave(self.function, "is planned without memory limits alone")
 
     def close(self) -> None:
         """Leave to torch every kind of call that has not been seen by now."""

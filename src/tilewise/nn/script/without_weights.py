@@ -23,7 +23,6 @@ from tilewise.solvers.lrn.aten_lrn import FUNCTION as NORM_ALONE
 
 __all__ = ["BY_TORCH", "FUNCTIONS", "OneInputSite"]
 
-LIMITED = "is planned without memory limits alone"
 BY_TORCH: dict[str, Any] = {**POOLINGS, "local_response_norm": NORM}
 """torch's own functions by their names."""
 CALLED: dict[str, Any] = {**POOLINGS, "local_response_norm": NORM_ALONE}
@@ -82,9 +81,7 @@ def _site(session: current.Session, name: str, asked: Any) -> OneInputSite:
     """Make the site of a function with these arguments. Under a memory limit all its calls are torch's."""
     layer = session.table.lrn if name == "local_response_norm" else session.table.pooling
     site = OneInputSite(layer, (name, asked), session.note)
-    if session.plan_table.options.workspace is not None:
-        site.close()
-        session.plan_table.leave(name, LIMITED)
+    site.close_under_limit()
     session.keep((name, asked), site)
     return site
 
