@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from google.protobuf import text_format
 
 from tilewise.frontends import caffe
 from tilewise.frontends.caffe.errors import CaffeError, CaffeWarning
 from tilewise.frontends.caffe.files import read_net, read_weights
-from tilewise.frontends.caffe.files.text import text_of
 from tilewise.frontends.caffe.schema import BlobProto, NetParameter
 
 FILL = 'weight_filler { type: "gaussian" std: 0.01 } bias_filler { type: "constant" value: 1 }'
@@ -58,7 +58,7 @@ layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "fc" bottom: "label" }}
 
 
 def test_each_layer_becomes_what_it_is_today_and_padding_goes_into_its_readers() -> None:
-    assert text_of(read_net(OLD)) == text_of(read_net(NEW))
+    assert text_format.MessageToString(read_net(OLD)) == text_format.MessageToString(read_net(NEW))
 
 
 def test_images_windows_and_hdf5_keep_their_fields() -> None:

@@ -15,7 +15,7 @@ from tilewise.frontends.caffe.errors import CaffeError, CaffeWarning
 from tilewise.frontends.caffe.files import fields as fields_module
 from tilewise.frontends.caffe.files import read_net, read_solver
 from tilewise.frontends.caffe.files import text as text_module
-from tilewise.frontends.caffe.files.text import parse, read_text, text_of
+from tilewise.frontends.caffe.files.text import parse, read_text
 from tilewise.frontends.caffe.schema import LayerParameter, NetParameter
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
@@ -42,7 +42,7 @@ UNKNOWN = ["zoom: 3", 'zoom: "a" "b"', "zoom { depth: 1 }", "zoom: [1, 2]", "zoo
 
 @given(NETS, st.sampled_from([False, True]))
 def test_what_is_written_is_read(net: NetParameter, in_lines: bool) -> None:
-    text = text_of(net) if in_lines else text_format.MessageToString(net, as_one_line=True)
+    text = text_format.MessageToString(net, as_one_line=not in_lines)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert parse(text, NetParameter(), "net") == net
@@ -50,7 +50,7 @@ def test_what_is_written_is_read(net: NetParameter, in_lines: bool) -> None:
 
 @given(NETS, st.data())
 def test_unknown_fields_are_skipped_and_named_with_their_lines(net: NetParameter, data: st.DataObject) -> None:
-    lines = text_of(net).split("\n")
+    lines = text_format.MessageToString(net).split("\n")
     # A field may begin after every whole line; protobuf writes one field, or the end of a message, in each.
     places = data.draw(st.lists(st.integers(0, len(lines) - 1), min_size=1, max_size=3, unique=True))
     for place in sorted(places, reverse=True):

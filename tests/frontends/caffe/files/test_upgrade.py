@@ -7,11 +7,11 @@ import math
 import cv2
 import numpy as np
 import pytest
+from google.protobuf import text_format
 
 from tilewise.frontends.caffe.errors import CaffeError, CaffeWarning
 from tilewise.frontends.caffe.files import read_net, read_solver
 from tilewise.frontends.caffe.files import upgrade as upgrade_module
-from tilewise.frontends.caffe.files.text import text_of
 from tilewise.frontends.caffe.schema import BlobProto, LayerParameter, NetParameter, V1LayerParameter
 
 OLD_NET = """
@@ -52,7 +52,7 @@ def test_opencv_reads_the_old_text_and_ours_of_today_alike() -> None:
     results = []
     for text, model in (
         (OLD_NET, NetParameter(layers=[old])),
-        (text_of(read_net(OLD_NET)), NetParameter(layer=[new])),
+        (text_format.MessageToString(read_net(OLD_NET)), NetParameter(layer=[new])),
     ):
         buffers = [np.frombuffer(data, np.uint8) for data in (text.encode(), model.SerializeToString())]
         net = cv2.dnn.readNetFromCaffe(*buffers)

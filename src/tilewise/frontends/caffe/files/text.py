@@ -18,7 +18,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from tilewise.frontends.caffe.errors import CaffeError, warn
 from tilewise.frontends.caffe.files.fields import DEEPEST, Field, Fields, fields_of
 
-__all__ = ["LARGEST", "parse", "read_text", "text_of"]
+__all__ = ["LARGEST", "parse", "read_text"]
 
 LARGEST = 16 << 20
 """Bytes of the largest text that is read. Large published networks take 1 MB."""
@@ -77,11 +77,6 @@ def parse(text: str, message: Any, source: str) -> Any:
     if unknown:
         warn(f"{source}: {_listed(unknown, fields)}")
     return message
-
-
-def text_of(message: Any) -> str:
-    """A message as protobuf's text format writes it."""
-    return str(text_format.MessageToString(message))
 
 
 def _listed(unknown: Sequence[Field], fields: Fields) -> str:
