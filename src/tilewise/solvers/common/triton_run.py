@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tilewise.kernels.native.sequence import LaunchSequence
     from tilewise.kernels.triton.launch import Launch, Program
 
-__all__ = ["ProgramRun", "compiled", "has_triton", "program"]
+__all__ = ["ProgramRun", "compiled", "has_triton", "program", "triton_missing"]
 
 
 class ProgramRun:
@@ -86,3 +86,8 @@ def program(launches: Sequence[Launch], alignment: Sequence[int], device: torch.
 def has_triton() -> bool:
     """Whether the package triton is installed."""
     return importlib.util.find_spec("triton") is not None
+
+
+def triton_missing() -> list[str]:
+    """Why Triton kernels cannot run: the package is not installed. Empty when it is."""
+    return [] if has_triton() else ["needs the package triton"]

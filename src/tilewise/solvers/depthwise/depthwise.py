@@ -11,7 +11,7 @@ from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
 from tilewise.solvers.common.tiles import integer
-from tilewise.solvers.common.triton_run import compiled, has_triton
+from tilewise.solvers.common.triton_run import compiled, triton_missing
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.depthwise import _cpu as cpu
 from tilewise.solvers.depthwise._effort import candidates, code_work, effort, partial_sums
@@ -61,8 +61,7 @@ class Depthwise(ConvSolver):
             reasons.append(f"takes one input channel to a group, not {p.in_channels // p.groups}")
         if self.on_cpu(p):
             return reasons + cpu.unsupported(p)
-        if not has_triton():
-            reasons.append("needs the package triton")
+        reasons += triton_missing()
         for name, axis in zip(p.space, p.axes, strict=True):
             if axis.kernel > LONGEST:
                 reasons.append(

@@ -21,7 +21,7 @@ from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.costs import cached
 from tilewise.solvers.common.matmul import library_scratch
 from tilewise.solvers.common.tiles import integer
-from tilewise.solvers.common.triton_run import has_triton
+from tilewise.solvers.common.triton_run import triton_missing
 from tilewise.solvers.fourier._frequency_products import (
     BLOCKS,
     FUSED,
@@ -69,9 +69,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 def limits(p: ConvProblem) -> list[str]:
     """Reasons: missing packages, strides, dilation, many groups, kernels too long for a transform or of one point."""
-    reasons = []
-    if not has_triton():
-        reasons.append("needs the package triton")
+    reasons = triton_missing()
     if p.dims not in SIZES:
         return [f"has transforms of our own for 1-D and 2-D, not {p.dims}-D"]
     longest = SIZES[p.dims][-1] // 2

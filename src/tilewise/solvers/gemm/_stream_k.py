@@ -13,7 +13,7 @@ from tilewise.problems.gemm.layouts import dense_row
 from tilewise.problems.gemm.problem import ROLES, GemmProblem
 from tilewise.solvers.common.buffers import Arena, Slot
 from tilewise.solvers.common.tiles import integer
-from tilewise.solvers.common.triton_run import has_triton
+from tilewise.solvers.common.triton_run import triton_missing
 from tilewise.solvers.common.views import at, launch
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def wide(p: GemmProblem, role: str) -> bool:
 
 def unsupported(p: GemmProblem) -> list[str]:
     """Reasons: no Triton, or too many numbers for 32 bits."""
-    reasons = [] if has_triton() else ["needs the package triton"]
+    reasons = triton_missing()
     largest = max(p.nbytes(role) // p.torch_dtype(role).itemsize for role in ROLES)
     if largest > MOST:
         reasons.append(f"counts to {MOST}; one of the matrices has {largest} numbers")

@@ -14,7 +14,7 @@ from tilewise.problems.gemm.problem import ROLES, GemmProblem
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.buffers import Arena, Slot
 from tilewise.solvers.common.tiles import PROCESSORS, config_reasons, integer
-from tilewise.solvers.common.triton_run import compiled, has_triton
+from tilewise.solvers.common.triton_run import compiled, triton_missing
 from tilewise.solvers.common.views import at, launch
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ MEMORY = 0.8
 
 def unsupported(p: GemmProblem) -> list[str]:
     """Reasons: no Triton, a batch, no side that is short, both operands turned, or too many numbers for 32 bits."""
-    reasons = [] if has_triton() else ["needs the package triton"]
+    reasons = triton_missing()
     if p.batch:
         reasons.append("takes one product, not a batch of them")
     if min(p.m, p.n) > THIN:

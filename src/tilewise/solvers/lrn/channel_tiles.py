@@ -13,7 +13,7 @@ from tilewise.plan import Config
 from tilewise.problems.lrn.problem import LrnProblem
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.tiles import PROCESSORS, config_reasons
-from tilewise.solvers.common.triton_run import has_triton, program
+from tilewise.solvers.common.triton_run import program, triton_missing
 from tilewise.solvers.common.views import launch
 from tilewise.solvers.lrn._lrn import LrnSolver, is_dense, outside, quarters_of
 
@@ -99,7 +99,7 @@ class ChannelTiles(LrnSolver):
 
     def unsupported(self, p: LrnProblem) -> list[str]:
         """Reasons: no Triton, a large window, or numbers whose powers may be beyond fp32."""
-        reasons = [] if has_triton() else ["needs the package triton"]
+        reasons = triton_missing()
         if p.before + p.after + 1 > MOST_WINDOW:
             reasons.append(f"is for windows of at most {MOST_WINDOW} channels, not {p.before + p.after + 1}")
         if p.batch * p.pixels > IN_32_BITS:

@@ -13,7 +13,7 @@ from tilewise.plan import Config
 from tilewise.problems.base import dense_strides
 from tilewise.problems.pooling.problem import PoolingProblem
 from tilewise.solvers.base import Cost, SolverUnavailable
-from tilewise.solvers.common.triton_run import has_triton, program
+from tilewise.solvers.common.triton_run import program, triton_missing
 from tilewise.solvers.common.views import launch
 from tilewise.solvers.pooling._pooling import Pooler, PoolingSolver
 
@@ -111,7 +111,7 @@ class WindowTiles(PoolingSolver):
 
     def unsupported(self, p: PoolingProblem) -> list[str]:
         """Reasons: no Triton, a window that is too large, or more places than are counted in 32 bits."""
-        reasons = [] if has_triton() else ["needs the package triton"]
+        reasons = triton_missing()
         if p.op == "max" and p.task == "training" and p.window > MOST_KEPT:
             reasons.append(f"keeps a byte for each result: for windows of up to {MOST_KEPT} elements, not {p.window}")
         if p.window > MOST_WINDOW:

@@ -14,7 +14,7 @@ from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.split_products import refused
 from tilewise.solvers.common.tiles import PROCESSORS, busy, integer, splits_that_fill
-from tilewise.solvers.common.triton_run import compiled, has_triton
+from tilewise.solvers.common.triton_run import compiled, triton_missing
 from tilewise.solvers.common.views import View
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.products._direct import EVEN, Layout, Tile, launches
@@ -77,7 +77,7 @@ class DirectGemm(ConvSolver):
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Reasons: no Triton, many groups, TF32, several taps of many channels, too many elements for 32 bits."""
-        reasons = [] if has_triton() else ["needs the package triton"]
+        reasons = triton_missing()
         reasons += refused(p)
         read = (p.out_channels if p.pass_ is Pass.DGRAD else p.in_channels) // p.groups
         if p.pass_ is Pass.WGRAD and (p.taps > 1 or any(axis.before or axis.after for axis in p.axes)):

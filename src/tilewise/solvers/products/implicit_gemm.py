@@ -14,7 +14,7 @@ from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.split_products import LONGEST, MOST_GROUPS, Tile
 from tilewise.solvers.common.tiles import PROCESSORS, busy, first_that, integer, splits_that_fill
-from tilewise.solvers.common.triton_run import compiled, has_triton
+from tilewise.solvers.common.triton_run import compiled, triton_missing
 from tilewise.solvers.common.views import View
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.products._implicit import PRODUCTS, Layout, launches, sum_length
@@ -70,9 +70,7 @@ class ImplicitGemm(ConvSolver):
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Reasons: no Triton, many groups, or images too large to count in 32 bits."""
-        reasons = []
-        if not has_triton():
-            reasons.append("needs the package triton")
+        reasons = triton_missing()
         if p.groups > MOST_GROUPS:
             reasons.append(f"launches each group by itself: at most {MOST_GROUPS} groups, not {p.groups}")
         if not reasons and self._smallest(p).largest > MOST_ELEMENTS:

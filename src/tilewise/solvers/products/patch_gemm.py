@@ -12,7 +12,7 @@ from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.tiles import PROCESSORS, busy, integer, splits_that_fill
-from tilewise.solvers.common.triton_run import compiled, has_triton
+from tilewise.solvers.common.triton_run import compiled, triton_missing
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.products._patch import Tile, counts, launches, sizes
 
@@ -62,9 +62,7 @@ class PatchGemm(ConvSolver):
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Reasons: no Triton, several groups, fp32 precision, windows that overlap or leave gaps."""
-        reasons = []
-        if not has_triton():
-            reasons.append("needs the package triton")
+        reasons = triton_missing()
         if p.groups > 1:
             reasons.append(f"takes one group, not {p.groups}")
         if p.dtype == "fp32" and p.precision != "tf32":

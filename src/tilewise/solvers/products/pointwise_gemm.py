@@ -14,7 +14,7 @@ from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import Cost, Run
 from tilewise.solvers.common.tiles import busy, config_reasons, integer
-from tilewise.solvers.common.triton_run import compiled, has_triton
+from tilewise.solvers.common.triton_run import compiled, triton_missing
 from tilewise.solvers.common.views import BIAS, OUT, A, B, View, epilogue, launch, residual_like
 from tilewise.solvers.conv import ConvSolver
 
@@ -72,7 +72,7 @@ class PointwiseGemm(ConvSolver):
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Reasons: no Triton, several taps or groups, padding, channels that are not innermost, large tensors."""
-        reasons = [] if has_triton() else ["needs the package triton"]
+        reasons = triton_missing()
         if p.groups > 1:
             reasons.append(f"takes one group, not {p.groups}")
         if p.taps > 1 or any(axis.before or axis.after for axis in p.axes):

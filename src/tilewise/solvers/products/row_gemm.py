@@ -13,7 +13,7 @@ from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.conv.problem import ConvProblem, Pass
 from tilewise.solvers.base import Cost, Run, SolverUnavailable
 from tilewise.solvers.common.tiles import PROCESSORS, busy, integer
-from tilewise.solvers.common.triton_run import compiled, has_triton
+from tilewise.solvers.common.triton_run import compiled, triton_missing
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.products._rows import (
     RowTile,
@@ -84,9 +84,7 @@ class RowGemm(ConvSolver):
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Reasons: no Triton, several groups, many channels, channels that are not innermost, large images."""
-        reasons = []
-        if not has_triton():
-            reasons.append("needs the package triton")
+        reasons = triton_missing()
         if p.groups > 1:
             reasons.append(f"takes one group, not {p.groups}")
         if p.in_channels > MOST_CHANNELS:

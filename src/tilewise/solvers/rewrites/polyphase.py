@@ -20,7 +20,7 @@ from tilewise.problems.conv.problem import ConvProblem
 from tilewise.solvers.base import Cost, Run, Solver
 from tilewise.solvers.common.buffers import Arena, Slot
 from tilewise.solvers.common.tiles import config_reasons
-from tilewise.solvers.common.triton_run import ProgramRun, compiled, has_triton
+from tilewise.solvers.common.triton_run import ProgramRun, compiled, triton_missing
 from tilewise.solvers.common.views import WORKSPACE, View, at, counted, launch, within
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.rewrites._inner import inner_config, named
@@ -55,7 +55,7 @@ class Polyphase(ConvSolver):
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Reasons: no stride, a stride beyond the kernel, dilation with a stride, or many channels."""
-        reasons = [] if has_triton() else ["needs the package triton"]
+        reasons = triton_missing()
         if all(axis.stride == 1 for axis in p.axes):
             reasons.append("takes strides away, and there are none")
         for name, axis in zip(p.space, p.axes, strict=True):

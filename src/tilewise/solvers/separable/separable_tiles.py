@@ -12,7 +12,7 @@ from tilewise.problems.activations import CONV_ACTIVATIONS
 from tilewise.problems.separable.problem import SeparableProblem
 from tilewise.solvers.base import Cost, Prepare, Run, SolverUnavailable
 from tilewise.solvers.common.tiles import config_reasons
-from tilewise.solvers.common.triton_run import compiled, has_triton
+from tilewise.solvers.common.triton_run import compiled, triton_missing
 from tilewise.solvers.separable._separable import SeparableSolver
 from tilewise.solvers.separable._tiles import (
     MATRIX,
@@ -56,7 +56,7 @@ class SeparableTiles(SeparableSolver):
 
     def unsupported(self, p: SeparableProblem) -> list[str]:
         """Reasons: no Triton, a pointwise convolution in front or none behind, long kernels, large tensors."""
-        reasons = [] if has_triton() else ["needs the package triton"]
+        reasons = triton_missing()
         if p.expands:
             reasons.append("takes no pointwise convolution in front, whose results each tap would compute anew")
         if not p.projects:

@@ -13,7 +13,7 @@ from tilewise.problems.conv.problem import ROLES, ConvProblem, Pass
 from tilewise.solvers.base import Cost, Run, Solver, SolverUnavailable
 from tilewise.solvers.common.split_products import Tile, refused
 from tilewise.solvers.common.tiles import PROCESSORS, first_that, integer, splits_that_fill
-from tilewise.solvers.common.triton_run import compiled, has_triton
+from tilewise.solvers.common.triton_run import compiled, triton_missing
 from tilewise.solvers.common.views import View
 from tilewise.solvers.conv import ConvSolver
 from tilewise.solvers.winograd._gemm import MOST_TAPS, TilesLayout, launches, saving_axis
@@ -74,7 +74,7 @@ class WinogradGemm(ConvSolver):
 
     def unsupported(self, p: ConvProblem) -> list[str]:
         """Reasons: no Triton, many groups, TF32, no axis to save products on, too large for 32 bits."""
-        reasons = [] if has_triton() else ["needs the package triton"]
+        reasons = triton_missing()
         reasons += refused(p)
         if saving_axis(p) is None:
             reasons.append(f"saves products along an axis of 2 to {MOST_TAPS} taps without stride or dilation")
