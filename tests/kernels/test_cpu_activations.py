@@ -14,8 +14,8 @@ pytest.importorskip("numba")
 from numba import njit
 
 from tilewise.kernels.cpu.channels_last.finishing import activation_of
-from tilewise.kernels.cpu.channels_last.loops import advanced, intrinsic_of_any, looped, variable
-from tilewise.kernels.cpu.vectors import NUMBER, Code, Values
+from tilewise.kernels.cpu.channels_last.loops import advanced, looped, variable
+from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, intrinsic_of
 from tilewise.problems.activations import CONV_ACTIVATIONS, activated
 
 PARAMETERS = {"leaky_relu": ":0.1", "clamp": ":-0.25:0.5"}
@@ -37,7 +37,7 @@ def kernel(activation: str, lanes: int) -> Callable[..., Any]:
             advanced(code, read, NUMBER * lanes)
             advanced(code, written, NUMBER * lanes)
 
-    block = intrinsic_of_any(lanes, emit)
+    block = intrinsic_of(lanes, emit)
 
     @njit
     def run(source: int, target: int, count: int) -> None:

@@ -80,7 +80,7 @@ def _square_in(lanes: int, dtype: str) -> Callable[..., None]:
         for i, row in enumerate(transposed(code, rows)):
             code.store(row, code.at(target, i * NUMBER * lanes))
 
-    return intrinsic_of(5, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def _square_out(lanes: int, dtype: str) -> Callable[..., None]:
         for i, (row, mask) in enumerate(zip(transposed(code, rows), masks, strict=True)):
             _write(code, row, code.at(target, i, channel), dtype, mask)
 
-    return intrinsic_of(5, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -105,7 +105,7 @@ def _short_in(lanes: int, dtype: str) -> Callable[..., None]:
         source, valid, target = arguments
         code.store(_read(code, source, dtype, _short(code, valid)), target)
 
-    return intrinsic_of(3, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -116,7 +116,7 @@ def _short_out(lanes: int, dtype: str) -> Callable[..., None]:
         target, valid, source = arguments
         _write(code, code.load(source), target, dtype, _short(code, valid))
 
-    return intrinsic_of(3, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -185,7 +185,7 @@ def added(lanes: int) -> Callable[..., None]:
         target, source = arguments
         code.store(code.builder.fadd(code.load(target), code.load(source)), target)
 
-    return intrinsic_of(2, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 def rows(lanes: int) -> Callable[..., None]:
@@ -237,7 +237,7 @@ def _awaited() -> Callable[..., None]:
         )
         b.call(function, [pointer, ir.Constant(kind, 1), ir.Constant(kind, 3), ir.Constant(kind, 1)])
 
-    return intrinsic_of(1, 1, emit)
+    return intrinsic_of(1, emit)
 
 
 @functools.cache

@@ -183,35 +183,20 @@ class Code:
         return total
 
 
-def intrinsic_of(count: int, lanes: int, emit: Callable[[Code, Values], None]) -> Callable[..., None]:
-    """An intrinsic that takes ``count`` integers, 1 to 6, and returns nothing; ``emit`` writes its instructions."""
+def intrinsic_of(lanes: int, emit: Callable[[Code, Values], None]) -> Callable[..., None]:
+    """An intrinsic that takes any number of integers and returns nothing; ``emit`` writes its instructions."""
 
-    def generate(context, builder, signature, arguments):
-        emit(Code(builder, lanes), arguments)
-        return context.get_dummy_value()
+    def made(typingctx, *arguments):
+        count = len(arguments)
 
-    signature = types.void(*[types.int64] * count)
+        def generate(context, builder, signature, packed):
+            emit(Code(builder, lanes), [builder.extract_value(packed[0], i) for i in range(count)])
+            return context.get_dummy_value()
 
-    def one(typingctx, a):
-        return signature, generate
+        return types.void(types.StarArgTuple([types.int64] * count)), generate
 
-    def two(typingctx, a, b):
-        return signature, generate
-
-    def three(typingctx, a, b, c):
-        return signature, generate
-
-    def four(typingctx, a, b, c, d):
-        return signature, generate
-
-    def five(typingctx, a, b, c, d, e):
-        return signature, generate
-
-    def six(typingctx, a, b, c, d, e, f):
-        return signature, generate
-
-    typed: Any = {1: one, 2: two, 3: three, 4: four, 5: five, 6: six}[count]
-    return intrinsic(typed)
+    kind: Any = made
+    return intrinsic(kind)
 
 
 @functools.cache
@@ -276,7 +261,7 @@ def separate(lanes: int) -> Callable[..., None]:
         code.store_pair((code.plus(fx, 1.0, gx), code.plus(fy, -1.0, gy)), a)
         code.store_pair((code.plus(fy, 1.0, gy), code.plus(gx, -1.0, fx)), b)
 
-    return intrinsic_of(4, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -289,7 +274,7 @@ def join(lanes: int) -> Callable[..., None]:
         code.store_pair((code.plus(ax, 1.0, by), code.plus(bx, -1.0, ay)), g)
         code.store_pair((code.plus(ax, -1.0, by), code.plus(ay, 1.0, bx)), f)
 
-    return intrinsic_of(4, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -300,7 +285,7 @@ def multiply(lanes: int, conjugate: bool) -> Callable[..., None]:
         a, b = arguments
         code.store_pair(code.product(code.load_pair(a), code.load_pair(b), conjugate), a)
 
-    return intrinsic_of(2, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -311,7 +296,7 @@ def accumulate(lanes: int) -> Callable[..., None]:
         total, a, b = arguments
         code.store_pair(code.product(code.load_pair(a), code.load_pair(b), True, code.load_pair(total)), total)
 
-    return intrinsic_of(3, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -324,7 +309,7 @@ def scale(lanes: int) -> Callable[..., None]:
         re, im = code.load_pair(address)
         code.store_pair((code.builder.fmul(re, by), code.builder.fmul(im, by)), address)
 
-    return intrinsic_of(2, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -334,7 +319,7 @@ def zero(lanes: int) -> Callable[..., None]:
     def emit(code: Code, arguments: Values) -> None:
         code.store(None, arguments[0])
 
-    return intrinsic_of(1, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -345,7 +330,7 @@ def vector_in(lanes: int, dtype: str) -> Callable[..., None]:
         source, target = arguments
         code.store(code.widened(source, dtype), target)
 
-    return intrinsic_of(2, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -356,7 +341,7 @@ def vector_out(lanes: int, dtype: str) -> Callable[..., None]:
         target, source = arguments
         code.narrow(code.load(source), target, dtype)
 
-    return intrinsic_of(2, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -373,7 +358,7 @@ def square_in(lanes: int, dtype: str) -> Callable[..., None]:
         for i, row in enumerate(transposed(code, rows)):
             code.store(row, code.at(target, i, stride))
 
-    return intrinsic_of(5, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -389,7 +374,7 @@ def square_out(lanes: int, dtype: str) -> Callable[..., None]:
         for row, place in zip(transposed(code, rows), _lanes(code, target, channel, valid), strict=True):
             code.narrow(row, place, dtype)
 
-    return intrinsic_of(5, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 def _lanes(code: Code, base: ir.Value, channel: ir.Value, valid: ir.Value) -> list[ir.Value]:

@@ -14,21 +14,12 @@ from collections.abc import Callable
 
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.channels_last.indirect import panels
-from tilewise.kernels.cpu.channels_last.loops import (
-    PLACE,
-    advanced,
-    constant,
-    intrinsic_of_any,
-    looped,
-    number,
-    put,
-    variable,
-)
+from tilewise.kernels.cpu.channels_last.loops import PLACE, advanced, constant, looped, number, put, variable
 from tilewise.kernels.cpu.channels_last.tiles import written
 from tilewise.kernels.cpu.channels_last.told import INDIRECT as OF
 from tilewise.kernels.cpu.channels_last.told import word_of
 from tilewise.kernels.cpu.units import over_units
-from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, compiled, named
+from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, compiled, intrinsic_of, named
 
 __all__ = ["depthwise_last", "line_tile"]
 
@@ -75,7 +66,7 @@ def _line_tile(
             advanced(code, weight, taps * vectors * size)
         written(code, activation, sums, (outs, others, shift, valid))
 
-    return intrinsic_of_any(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 def line_tile(

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from llvmlite import ir
 
 from tilewise.kernels.cpu import masks
-from tilewise.kernels.cpu.channels_last.loops import advanced, constant, either, intrinsic_of_any, looped, variable
-from tilewise.kernels.cpu.vectors import FLOAT, INT, NUMBER, Code, Values, named
+from tilewise.kernels.cpu.channels_last.loops import advanced, constant, either, looped, variable
+from tilewise.kernels.cpu.vectors import FLOAT, INT, NUMBER, Code, Values, intrinsic_of, named
 
 __all__ = ["WORDS", "apart", "interleave", "permuted", "repeated", "together"]
 
@@ -153,7 +153,7 @@ def _interleave(lanes: int, groups: int, channels: int) -> Callable[..., None]:
 
         either(code, b.icmp_signed(">=", valid, constant(count)), write)
 
-    return intrinsic_of_any(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 def interleave(lanes: int, groups: int, channels: int) -> Callable[..., None]:

@@ -13,11 +13,11 @@ from numba import carray  # type: ignore[attr-defined]
 
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.channels_last.finishing import activation_of
-from tilewise.kernels.cpu.channels_last.loops import constant, intrinsic_of_any, looped, variable
+from tilewise.kernels.cpu.channels_last.loops import constant, looped, variable
 from tilewise.kernels.cpu.channels_last.told import JOINED as OF
 from tilewise.kernels.cpu.channels_last.told import JOINED_NUMBERS, word_of
 from tilewise.kernels.cpu.sizes import HEADER
-from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, named, next_number
+from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, intrinsic_of, named, next_number
 
 __all__ = ["joined"]
 
@@ -54,7 +54,7 @@ def _block(lanes: int, activation: str) -> Callable[..., None]:
             b.store(b.add(at, step), place)
             b.store(b.add(to, out_step), target)
 
-    return intrinsic_of_any(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 def joined(lanes: int, activation: str) -> Callable[..., None]:

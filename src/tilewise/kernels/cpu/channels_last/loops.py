@@ -5,38 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+from numba.core import cgutils
 
 from tilewise.kernels.cpu import masks
-from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values
+from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, intrinsic_of
 
 __all__ = [
-    "PLACE", "advanced", "constant", "copied", "either", "interleaved", "intrinsic_of_any", "looped", "number", "put",
+    "PLACE", "advanced", "constant", "copied", "either", "interleaved", "looped", "number", "put",
     "variable",
 ]  # fmt: skip
 
 PLACE = 8
 """Bytes of an address or another integer in memory."""
-
-
-def intrinsic_of_any(lanes: int, emit: Callable[[Code, Values], None]) -> Callable[..., None]:
-    """An intrinsic that takes any number of integers and returns nothing; ``emit`` writes its instructions."""
-
-    def made(typingctx, *arguments):
-        count = len(arguments)
-
-        def generate(context, builder, signature, packed):
-            emit(Code(builder, lanes), [builder.extract_value(packed[0], i) for i in range(count)])
-            return context.get_dummy_value()
-
-        return types.void(types.StarArgTuple([types.int64] * count)), generate
-
-    kind: Any = made
-    return intrinsic(kind)
 
 
 def constant(value: int) -> ir.Value:
@@ -97,7 +79,7 @@ def put() -> Callable[..., None]:
         address, value = arguments
         code.builder.store(value, code.builder.inttoptr(address, INT.as_pointer()))
 
-    return intrinsic_of_any(1, emit)
+    return intrinsic_of(1, emit)
 
 
 @functools.cache
@@ -123,7 +105,7 @@ def copied(lanes: int) -> Callable[..., None]:
 
         either(code, given, write)
 
-    return intrinsic_of_any(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 COLOURS = 3
@@ -158,7 +140,7 @@ def interleaved(lanes: int) -> Callable[..., None]:
                 advanced(code, written, NUMBER)
             advanced(code, read, NUMBER)
 
-    return intrinsic_of_any(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 def _of_three(code: Code, planes: list[ir.Value]) -> Iterator[ir.Value]:

@@ -13,10 +13,10 @@ from llvmlite import ir
 from numba import carray  # type: ignore[attr-defined]
 
 from tilewise.kernels.cpu import masks
-from tilewise.kernels.cpu.channels_last.loops import constant, intrinsic_of_any, looped, variable
+from tilewise.kernels.cpu.channels_last.loops import constant, looped, variable
 from tilewise.kernels.cpu.channels_last.told import PIXELS as OF
 from tilewise.kernels.cpu.sizes import HEADER
-from tilewise.kernels.cpu.vectors import FLOAT, NUMBER, Code, Values, named, next_number
+from tilewise.kernels.cpu.vectors import FLOAT, NUMBER, Code, Values, intrinsic_of, named, next_number
 
 __all__ = ["means", "scaled"]
 
@@ -61,7 +61,7 @@ def _sums(lanes: int) -> Callable[..., None]:
             total = b.fadd(b.fadd(one, two), b.fadd(three, four))
             masks.store(code, b.fdiv(total, whole), code.at(out, j * size), there[j])
 
-    return intrinsic_of_any(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -82,7 +82,7 @@ def _products(lanes: int) -> Callable[..., None]:
                 masks.store(code, b.fmul(value, factor[j]), code.at(b.add(at, apart), j * size), there[j])
             b.store(b.add(at, step), place)
 
-    return intrinsic_of_any(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 def means(lanes: int) -> Callable[..., None]:

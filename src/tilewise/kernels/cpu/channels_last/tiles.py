@@ -13,17 +13,9 @@ from llvmlite import ir
 
 from tilewise.kernels.cpu.channels_last.finishing import stored
 from tilewise.kernels.cpu.channels_last.interleaving import apart, permuted, repeated, together
-from tilewise.kernels.cpu.channels_last.loops import (
-    PLACE,
-    advanced,
-    constant,
-    intrinsic_of_any,
-    looped,
-    number,
-    variable,
-)
+from tilewise.kernels.cpu.channels_last.loops import PLACE, advanced, constant, looped, number, variable
 from tilewise.kernels.cpu.channels_last.told import word_of
-from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, named
+from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, intrinsic_of, named
 
 __all__ = ["AHEAD", "UNROLLED", "WORDS", "tile", "written"]
 
@@ -86,7 +78,7 @@ def _tile(
             _by_groups(code, sums, groups, outputs)
         written(code, activation, sums, (outs, others, shift, valid))
 
-    return intrinsic_of_any(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 def _zero(code: Code) -> ir.Value:

@@ -13,9 +13,9 @@ from llvmlite import ir
 from tilewise.kernels.cook_toom import Matrix
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.channels_last.finishing import stored
-from tilewise.kernels.cpu.channels_last.loops import advanced, intrinsic_of_any, looped, number, variable
+from tilewise.kernels.cpu.channels_last.loops import advanced, looped, number, variable
 from tilewise.kernels.cpu.channels_last.told import word_of
-from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, named
+from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, intrinsic_of, named
 from tilewise.kernels.cpu.winograd.sandwiches import multiplied
 
 __all__ = ["BACK_WORDS", "TO_WORDS", "back", "to"]
@@ -47,7 +47,7 @@ def _to(lanes: int, rows: Matrix, columns: Matrix) -> Callable[..., None]:
             advanced(code, to, lanes * NUMBER)
             advanced(code, left, -lanes)
 
-    return intrinsic_of_any(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 def to(lanes: int, name: str, rows: Matrix, columns: Matrix) -> Callable[..., None]:
@@ -92,7 +92,7 @@ def _back(lanes: int, activation: str, rows: Matrix, columns: Matrix) -> Callabl
                 advanced(code, counter, size)
             advanced(code, left, -lanes)
 
-    return intrinsic_of_any(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 def _same(value: ir.Value) -> ir.Value:

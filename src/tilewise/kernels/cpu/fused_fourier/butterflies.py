@@ -63,7 +63,7 @@ def _apart(lanes: int, radix: int, sign: int) -> Callable[..., None]:
                 turns = code.at(factors, 2 * NUMBER * (radix - 1), inner.index)
                 _codelet(code, radix, sign, [code.builder.add(here, offset) for offset in offsets], turns)
 
-    return intrinsic_of(6, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def _together(lanes: int, radix: int, sign: int) -> Callable[..., None]:
             here = code.at(address, radix * vector, outer.index)
             _codelet(code, radix, sign, [code.at(here, q * vector) for q in range(radix)], None)
 
-    return intrinsic_of(2, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 def passes(lanes: int) -> Callable[..., None]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from tilewise.kernels.cpu import masks
-from tilewise.kernels.cpu.vectors import FLOAT, INT, NUMBER, Code, named
+from tilewise.kernels.cpu.vectors import FLOAT, INT, NUMBER, Code, Values, intrinsic_of, named
 
 __all__ = ["WORDS", "dots"]
 
@@ -42,9 +39,9 @@ def _summed(code: Code, sums: list[ir.Value]) -> list[ir.Value]:
 def _block(lanes: int, rows: int, others: int) -> Callable[..., None]:
     """Makes the instructions of :func:`dots`."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+    def emit(code: Code, arguments: Values) -> None:
         w, w_row, valid, x, x_row, c, c_row, c_step, init, init_row, init_step, depth, _ = arguments
-        code = Code(builder, lanes)
+        builder = code.builder
         zero, one = ir.Constant(INT, 0), ir.Constant(INT, 1)
         inside = [builder.icmp_signed("<", ir.Constant(INT, i), valid) for i in range(rows)]
         w_rows = [
@@ -100,15 +97,8 @@ def _block(lanes: int, rows: int, others: int) -> Callable[..., None]:
             phi.add_incoming(value, tail)
             final.append(phi)
         _write(code, _summed(code, final), inside, others, (c, c_row, c_step), (init, init_row, init_step))
-        return context.get_dummy_value()
 
-    signature = types.void(*[types.int64] * WORDS)
-
-    def block(typingctx, w, w_row, valid, x, x_row, c, c_row, c_step, init, init_row, init_step, depth, none):
-        return signature, generate
-
-    made: Any = block
-    return intrinsic(made)
+    return intrinsic_of(lanes, emit)
 
 
 def _write(

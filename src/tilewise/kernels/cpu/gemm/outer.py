@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from tilewise.kernels.cpu import masks
-from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, named
+from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, intrinsic_of, named
 
 __all__ = ["WORDS", "outer"]
 
@@ -24,9 +21,9 @@ def _block(lanes: int, rows: int, vectors: int) -> Callable[..., None]:
     """Makes the instructions of :func:`outer`."""
     size = NUMBER * lanes
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+    def emit(code: Code, arguments: Values) -> None:
         a, a_row, a_step, b, b_step, c, c_row, init, init_row, columns, depth, ahead, _ = arguments
-        code = Code(builder, lanes)
+        builder = code.builder
         mask = masks.below(code, builder.sub(columns, ir.Constant(INT, (vectors - 1) * lanes)))
 
         def read(place: ir.Value, j: int) -> ir.Value:
@@ -66,15 +63,8 @@ def _block(lanes: int, rows: int, vectors: int) -> Callable[..., None]:
                     masks.store(code, value, place, mask)
                 else:
                     code.store(value, place)
-        return context.get_dummy_value()
 
-    signature = types.void(*[types.int64] * WORDS)
-
-    def block(typingctx, a, a_row, a_step, b, b_step, c, c_row, init, init_row, columns, depth, ahead, none):
-        return signature, generate
-
-    made: Any = block
-    return intrinsic(made)
+    return intrinsic_of(lanes, emit)
 
 
 def outer(lanes: int, rows: int, vectors: int) -> Callable[..., None]:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
-from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, named
+from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, intrinsic_of, named
 
 __all__ = ["correlations", "gradients"]
 
@@ -60,9 +57,9 @@ def gradients(lanes: int, vectors: int, rows: int) -> Callable[..., None]:
 class _Block:
     """Writes a loop that keeps ``rows * vectors`` sums in registers, and then stores them."""
 
-    def __init__(self, builder: ir.IRBuilder, lanes: int, vectors: int, rows: int) -> None:
-        self.builder, self.code = builder, Code(builder, lanes)
-        self.vectors, self.rows, self.size = vectors, rows, NUMBER * lanes
+    def __init__(self, code: Code, vectors: int, rows: int) -> None:
+        builder = self.builder = code.builder
+        self.code, self.vectors, self.rows, self.size = code, vectors, rows, NUMBER * code.lanes
         self.begin, self.body = builder.block, builder.append_basic_block("body")
         builder.branch(self.body)
         builder.position_at_end(self.body)
@@ -121,10 +118,9 @@ def _number(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 def _correlation(lanes: int, vectors: int, rows: int) -> Callable[..., None]:
     """Makes ``(a, b, table, c, depth, add)``, one block of :func:`correlations`."""
 
-    def emit(builder: ir.IRBuilder, arguments: Values) -> None:
+    def emit(code: Code, arguments: Values) -> None:
         a, b, table, c, depth, add = arguments
-        block = _Block(builder, lanes, vectors, rows)
-        code = block.code
+        builder, block = code.builder, _Block(code, vectors, rows)
         left, at, entry = block.phi(depth), block.phi(a), block.phi(table)
         line = builder.add(b, _number(builder, entry))
         row = [code.load(code.at(line, j * block.size)) for j in range(vectors)]
@@ -134,20 +130,19 @@ def _correlation(lanes: int, vectors: int, rows: int) -> Callable[..., None]:
         block.end(builder.icmp_signed(">", less, ir.Constant(INT, 0)), moved, updated)
         block.out(updated, c, add)
 
-    return _intrinsic(6, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
 def _gradient(lanes: int, vectors: int, rows: int) -> Callable[..., None]:
     """Makes ``(a, table, b, b_step, c, columns, lines, gap, add)``, one block of :func:`gradients`."""
 
-    def emit(builder: ir.IRBuilder, arguments: Values) -> None:
+    def emit(code: Code, arguments: Values) -> None:
         a, table, b, b_step, c, columns, lines, gap, add = arguments
-        zero, one = (ir.Constant(INT, i) for i in (0, 1))
-        code = Code(builder, lanes)
+        builder, zero, one = code.builder, ir.Constant(INT, 0), ir.Constant(INT, 1)
         starts = [builder.add(a, _number(builder, code.at(table, i * PLACE))) for i in range(rows)]
         total = builder.mul(columns, lines)
-        block = _Block(builder, lanes, vectors, rows)
+        block = _Block(code, vectors, rows)
         left, across, at, bt = block.phi(total), block.phi(columns), block.phi(zero), block.phi(b)
         row = [code.load(code.at(bt, j * block.size)) for j in range(vectors)]
         updated = block.more([code.broadcast(builder.add(start, at)) for start in starts], row)
@@ -162,23 +157,4 @@ def _gradient(lanes: int, vectors: int, rows: int) -> Callable[..., None]:
         block.end(builder.icmp_signed(">", less, zero), moved, updated)
         block.out(updated, c, add)
 
-    return _intrinsic(9, emit)
-
-
-def _intrinsic(count: int, emit: Callable[[ir.IRBuilder, Values], None]) -> Callable[..., None]:
-    """An intrinsic of ``count`` integers, 6 or 9, whose instructions may branch; ``emit`` writes them."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        emit(builder, arguments)
-        return context.get_dummy_value()
-
-    signature = types.void(*[types.int64] * count)
-
-    def six(typingctx, a, b, c, d, e, f):
-        return signature, generate
-
-    def nine(typingctx, a, b, c, d, e, f, g, h, i):
-        return signature, generate
-
-    typed: Any = {6: six, 9: nine}[count]
-    return intrinsic(typed)
+    return intrinsic_of(lanes, emit)

@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.channels_last.finishing import Move, activation_words, moved
-from tilewise.kernels.cpu.channels_last.loops import constant, either, intrinsic_of_any
+from tilewise.kernels.cpu.channels_last.loops import constant, either
 from tilewise.kernels.cpu.rows import added
 from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, compiled, intrinsic_of, named, transposed
 
@@ -189,7 +189,7 @@ def _dense_finished(lanes: int, activation: str) -> Callable[..., None]:
 
         either(code, code.builder.icmp_signed(">=", count, constant(lanes)), written)
 
-    return intrinsic_of_any(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -202,7 +202,7 @@ def _apart_finished(lanes: int, activation: str) -> Callable[..., None]:
         value = masks.load(code, source, mask)
         moved(code, activation, added, [Move.apart(code, value, target, step, mask)])
 
-    return intrinsic_of_any(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -224,7 +224,7 @@ def _window(lanes: int, step: int) -> Callable[..., None]:
             numbers = _first_of_each(code, parts)
         masks.store(code, numbers, target, masks.below(code, count))
 
-    return intrinsic_of(6, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -236,7 +236,7 @@ def _inside(lanes: int, step: int) -> Callable[..., None]:
         parts = [code.load(code.at(source, i * NUMBER * lanes)) for i in range(step)]
         code.store(_first_of_each(code, parts), target)
 
-    return intrinsic_of(2, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 def _first_of_each(code: Code, parts: list[ir.Value]) -> ir.Value:
@@ -268,7 +268,7 @@ def _spread(lanes: int, step: int) -> Callable[..., None]:
             mask = masks.between(code, ir.Constant(INT, 0), count, i, step)
             masks.store(code, part, code.at(target, i * NUMBER * lanes), mask)
 
-    return intrinsic_of(4, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -279,7 +279,7 @@ def _zero(lanes: int) -> Callable[..., None]:
         target, count = arguments
         masks.store(code, code.splat(0.0), target, masks.below(code, count))
 
-    return intrinsic_of(2, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -290,7 +290,7 @@ def _fill(lanes: int) -> Callable[..., None]:
         target, source = arguments
         code.store(code.broadcast(source), target)
 
-    return intrinsic_of(2, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -307,7 +307,7 @@ def _square(lanes: int, activation: str | None = None) -> Callable[..., None]:
         places = ((line, code.at(target, i, to_apart), mask) for i, (line, mask) in enumerate(turned))
         moved(code, activation, added, [Move.side_by_side(code, *place) for place in places])
 
-    return intrinsic_of_any(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 def _each(code: Code, rows: ir.Value, columns: ir.Value) -> list[ir.Value]:

@@ -8,31 +8,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+from numba.core import cgutils
 
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.lrn.powers import power
 from tilewise.kernels.cpu.lrn.told import ALPHA, BETA, SLOPE, K
-from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values
+from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, intrinsic_of
 
 __all__ = ["forward", "gradient", "terms"]
-
-
-def _intrinsic(lanes: int, emit: Callable[[Code, Values], None]) -> Callable[..., None]:
-    """An intrinsic that takes any number of integers and returns nothing; ``emit`` writes its instructions."""
-
-    def made(typingctx, *arguments):
-        count = len(arguments)
-
-        def generate(context, builder, signature, packed):
-            emit(Code(builder, lanes), [builder.extract_value(packed[0], i) for i in range(count)])
-            return context.get_dummy_value()
-
-        return types.void(types.StarArgTuple([types.int64] * count)), generate
-
-    kind: Any = made
-    return intrinsic(kind)
 
 
 class _Lanes:
@@ -102,7 +85,7 @@ def forward(lanes: int, quarters: int, along: bool, masked: bool) -> Callable[..
         by, _ = power(code, d, quarters, code.broadcast(code.at(numbers, NUMBER * BETA)))
         kept.write(b.fmul(kept.read(x), by), y)
 
-    return _intrinsic(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -125,7 +108,7 @@ def terms(lanes: int, quarters: int, along: bool, masked: bool) -> Callable[...,
         value = b.fmul(b.fmul(direct, kept.read(x)), by)
         (kept.write if along else code.store)(value, term)
 
-    return _intrinsic(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -147,4 +130,4 @@ def gradient(lanes: int, along: bool, masked: bool) -> Callable[..., None]:
         slope = b.fmul(kept.read(x), code.broadcast(code.at(numbers, NUMBER * SLOPE)))
         kept.write(b.call(code.fma, [slope, b.load(total), kept.read(dx)]), dx)
 
-    return _intrinsic(lanes, emit)
+    return intrinsic_of(lanes, emit)

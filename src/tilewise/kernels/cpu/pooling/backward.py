@@ -19,7 +19,6 @@ from tilewise.kernels.cpu.pooling.emit import (
     WHOLE,
     constant,
     every,
-    intrinsic_of_nine,
     load_bytes,
     looped,
     masked_columns,
@@ -30,7 +29,17 @@ from tilewise.kernels.cpu.pooling.emit import (
 )
 from tilewise.kernels.cpu.pooling.told import COUNT, WORDS
 from tilewise.kernels.cpu.sizes import HEADER
-from tilewise.kernels.cpu.vectors import FLOAT, NUMBER, Code, Values, compiled, named, next_number, number_at
+from tilewise.kernels.cpu.vectors import (
+    FLOAT,
+    NUMBER,
+    Code,
+    Values,
+    compiled,
+    intrinsic_of,
+    named,
+    next_number,
+    number_at,
+)
 
 __all__ = ["backward"]
 
@@ -174,7 +183,7 @@ class _Gradient:
 @functools.cache
 def _line(lanes: int, op: str, step: int) -> Callable[..., None]:
     """Makes ``(dy, dx, kept, numbers, v, depths, rows, element)``, a row of gradients with vectors along it."""
-    inside, edge = (intrinsic_of_nine(lanes, _Gradient(op, step, False, masked)) for masked in (False, True))
+    inside, edge = (intrinsic_of(lanes, _Gradient(op, step, False, masked)) for masked in (False, True))
 
     @compiled(lanes, op, step)
     def run(dy, dx, kept, numbers, v, depths, rows, element):
@@ -195,7 +204,7 @@ def _line(lanes: int, op: str, step: int) -> Callable[..., None]:
 @functools.cache
 def _pixels(lanes: int, op: str) -> Callable[..., None]:
     """Makes ``(dy, dx, kept, numbers, v, depths, rows, element)``, a row with vectors along the channels of each."""
-    inside, edge = (intrinsic_of_nine(lanes, _Gradient(op, 1, True, masked)) for masked in (False, True))
+    inside, edge = (intrinsic_of(lanes, _Gradient(op, 1, True, masked)) for masked in (False, True))
     at, of_column = number_at(), ELEMENTS[2]
 
     @compiled(lanes, op)

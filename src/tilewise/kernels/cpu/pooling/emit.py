@@ -4,40 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.pooling.told import WORDS
 from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values
 
 __all__ = [
-    "BYTE", "Emit", "constant", "every", "every_second", "intrinsic_of_nine", "load_bytes", "looped", "masked_columns",
+    "BYTE", "Emit", "constant", "every", "every_second", "load_bytes", "looped", "masked_columns",
     "number", "store_bytes", "told", "variable",
 ]  # fmt: skip
 
 BYTE = ir.IntType(8)
 WHOLE = ir.IntType(32)
 Emit = Callable[[Code, Values], None]
-
-
-def intrinsic_of_nine(lanes: int, emit: Emit) -> Callable[..., None]:
-    """An intrinsic that takes nine integers and returns nothing; ``emit`` writes its instructions."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        emit(Code(builder, lanes), arguments)
-        return context.get_dummy_value()
-
-    signature = types.void(*[types.int64] * 9)
-
-    def nine(typingctx, a, b, c, d, e, f, g, h, i):
-        return signature, generate
-
-    made: Any = nine
-    return intrinsic(made)
 
 
 def constant(value: int) -> ir.Value:

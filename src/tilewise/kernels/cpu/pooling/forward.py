@@ -20,7 +20,6 @@ from tilewise.kernels.cpu.pooling.emit import (
     constant,
     every,
     every_second,
-    intrinsic_of_nine,
     looped,
     masked_columns,
     places_of,
@@ -30,7 +29,17 @@ from tilewise.kernels.cpu.pooling.emit import (
 )
 from tilewise.kernels.cpu.pooling.told import COUNT, WORDS
 from tilewise.kernels.cpu.sizes import HEADER
-from tilewise.kernels.cpu.vectors import FLOAT, NUMBER, Code, Values, compiled, named, next_number, number_at
+from tilewise.kernels.cpu.vectors import (
+    FLOAT,
+    NUMBER,
+    Code,
+    Values,
+    compiled,
+    intrinsic_of,
+    named,
+    next_number,
+    number_at,
+)
 
 __all__ = ["forward"]
 
@@ -159,7 +168,7 @@ class _Window:
 @functools.cache
 def _line(lanes: int, op: str, keep: bool, step: int) -> Callable[..., None]:
     """Makes ``(x, y, kept, numbers, v, d, h)``, a row of results with vectors along it."""
-    inside, edge = (intrinsic_of_nine(lanes, _Window(op, keep, step, False, masked)) for masked in (False, True))
+    inside, edge = (intrinsic_of(lanes, _Window(op, keep, step, False, masked)) for masked in (False, True))
     at = number_at()
 
     @compiled(lanes, op, keep, step)
@@ -184,7 +193,7 @@ def _line(lanes: int, op: str, keep: bool, step: int) -> Callable[..., None]:
 @functools.cache
 def _pixels(lanes: int, op: str, keep: bool) -> Callable[..., None]:
     """Makes ``(x, y, kept, numbers, v, d, h)``, a row of results with vectors along the channels of each."""
-    inside, edge = (intrinsic_of_nine(lanes, _Window(op, keep, 1, True, masked)) for masked in (False, True))
+    inside, edge = (intrinsic_of(lanes, _Window(op, keep, 1, True, masked)) for masked in (False, True))
     at = number_at()
 
     @compiled(lanes, op, keep)

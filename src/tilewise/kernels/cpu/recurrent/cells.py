@@ -8,31 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.recurrent.activations import relu, sigmoid, tanh
-from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values
+from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, intrinsic_of
 
-__all__ = ["backward", "fetched", "forward", "settled", "taking"]
-
-
-def taking(count: int, lanes: int, emit: Callable[[Code, Values], None]) -> Callable[..., None]:
-    """An intrinsic that takes ``count`` integers, as many as wanted, and returns nothing."""
-
-    def made(typingctx, *arguments):
-        def generate(context, builder, signature, packed):
-            emit(Code(builder, lanes), [builder.extract_value(packed[0], i) for i in range(count)])
-            return context.get_dummy_value()
-
-        return types.void(types.StarArgTuple([types.int64] * count)), generate
-
-    kind: Any = made
-    return intrinsic(kind)
+__all__ = ["backward", "fetched", "forward", "settled"]
 
 
 class _Lanes:
@@ -118,7 +101,7 @@ def forward(lanes: int, cell: str) -> Callable[..., None]:
     h from ``state`` and b_hn from ``bias``, and where it is to ``keep`` values it writes U_n h + b_hn to ``to``. Gates
     are kept in the place of their inputs.
     """
-    return taking(9, lanes, FORWARD[cell])
+    return intrinsic_of(lanes, FORWARD[cell])
 
 
 def _lstm_back(code: Code, arguments: Values) -> None:
@@ -178,7 +161,7 @@ def backward(lanes: int, cell: str) -> Callable[..., None]:
     before for an LSTM, and h of it for a GRU. An LSTM reads the gradient of c from ``dc`` and leaves that of the one
     before there. A GRU writes the gradient of U_n h + b_hn to ``dx_n``, and to ``dh`` what does not come by a product.
     """
-    return taking(10, lanes, BACKWARD[cell])
+    return intrinsic_of(lanes, BACKWARD[cell])
 
 
 @functools.cache
@@ -190,7 +173,7 @@ def settled(lanes: int, add: bool) -> Callable[..., None]:
         of, value = _Lanes(code, valid), code.load(sums)
         of.write(code.builder.fadd(value, of.read(target)) if add else value, target)
 
-    return taking(3, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -205,4 +188,4 @@ def fetched(lanes: int, count: int) -> Callable[..., None]:
         for i in range(count):
             code.prefetch(code.at(address, i, apart))
 
-    return taking(2, lanes, emit)
+    return intrinsic_of(lanes, emit)

@@ -20,12 +20,12 @@ from numba.core import cgutils
 
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.recurrent.activations import relu, sigmoid, tanh
-from tilewise.kernels.cpu.recurrent.cells import settled, taking
+from tilewise.kernels.cpu.recurrent.cells import settled
 from tilewise.kernels.cpu.recurrent.expressions import COMPARISONS, Cell, backward_of
 from tilewise.kernels.cpu.recurrent.philox import uniform
 from tilewise.kernels.cpu.recurrent.steps import back_through_steps, multiplied, through_steps
 from tilewise.kernels.cpu.recurrent.told import WORDS
-from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, compiled, number_at
+from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, compiled, intrinsic_of, number_at
 
 __all__ = ["Numbers", "backward", "cleared", "forward", "is_reset", "product_back"]
 
@@ -145,7 +145,7 @@ def _cell(lanes: int, cell: Cell) -> Callable[..., None]:
         for k, place in enumerate(cell.results):
             of.write(of.values[place], of.at(places, k, at))
 
-    return taking(12, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -189,7 +189,7 @@ def _cell_back(lanes: int, cell: Cell) -> Callable[..., None]:
             to = of.at(places, 2 * states + parameters + j, unit)
             of.write(b.fadd(of.read(to), of.values[place]), to)
 
-    return taking(14, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -202,7 +202,7 @@ def cleared(lanes: int, count: int) -> Callable[..., None]:
         for i in range(count):
             masks.store(code, code.splat(0.0), code.at(address, i * NUMBER * lanes), mask)
 
-    return taking(2, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache

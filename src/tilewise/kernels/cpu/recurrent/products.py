@@ -53,7 +53,7 @@ def _block(lanes: int, rows: int, vectors: int, add: bool) -> Callable[..., None
         for i, value in enumerate(updated):
             code.store(value, code.at(c, i * size))
 
-    return intrinsic_of(WORDS, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 def products(lanes: int, rows: int, vectors: int, add: bool) -> Callable[..., None]:
@@ -86,7 +86,7 @@ def turned(lanes: int) -> Callable[..., None]:
         for i, vector in enumerate(transposed(code, rows)):
             code.store(vector, code.at(target, i, line))
 
-    return intrinsic_of(WORDS, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -97,4 +97,4 @@ def copied(lanes: int) -> Callable[..., None]:
         source, valid, target = arguments
         code.store(masks.load(code, source, masks.below(code, valid)), target)
 
-    return intrinsic_of(3, lanes, emit)
+    return intrinsic_of(lanes, emit)

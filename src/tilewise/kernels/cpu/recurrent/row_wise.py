@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import carray  # type: ignore[attr-defined]
 
 from tilewise.kernels.cpu import masks
-from tilewise.kernels.cpu.recurrent.cells import settled, taking
+from tilewise.kernels.cpu.recurrent.cells import settled
 from tilewise.kernels.cpu.recurrent.custom import Numbers, cleared, is_reset, product_back
 from tilewise.kernels.cpu.recurrent.expressions import Cell, backward_of
 from tilewise.kernels.cpu.recurrent.steps import multiplied, packed_by_team, step_rows
@@ -92,7 +92,7 @@ def _summed(lanes: int, cell: Cell, level: int) -> Callable[..., None]:
             to = _slot(code, row.means, row.slots[place])
             code.store(code.builder.fadd(code.load(to), code.builder.select(row.mask, value, zero)), to)
 
-    return taking(13, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -109,7 +109,7 @@ def _divided(lanes: int, first: int, count: int) -> Callable[..., None]:
             mean = b.fdiv(total, b.sitofp(hidden, FLOAT))
             code.store(code.everywhere(mean), _slot(code, means, number))
 
-    return intrinsic_of(2, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -158,7 +158,7 @@ def _cell(lanes: int, cell: Cell) -> Callable[..., None]:
         for k, value in enumerate(row.found(list(cell.results), len(cell.means))):
             row.write(value, row.at(of_row[6], k, at))
 
-    return taking(14, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -184,7 +184,7 @@ def _cell_back(lanes: int, cell: Cell) -> Callable[..., None]:
             to = row.at(places, 2 * states + parameters + j, own)
             row.write(code.builder.fadd(row.read(to), found[place]), to)
 
-    return taking(16, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache

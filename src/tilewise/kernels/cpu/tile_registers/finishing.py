@@ -9,10 +9,10 @@ from llvmlite import ir
 
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.channels_last.finishing import stored
-from tilewise.kernels.cpu.channels_last.loops import advanced, constant, intrinsic_of_any, looped, variable
+from tilewise.kernels.cpu.channels_last.loops import advanced, constant, looped, variable
 from tilewise.kernels.cpu.channels_last.told import word_of
 from tilewise.kernels.cpu.tile_registers.told import LANES, TILE
-from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, named, transposed
+from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, intrinsic_of, named, transposed
 
 __all__ = ["FINISH_WORDS", "finish", "finish_planes", "scatter_planes"]
 
@@ -40,7 +40,7 @@ def _finish(activation: str) -> Callable[..., None]:
             for counter in (to, more):
                 b.store(b.add(b.load(counter), step), counter)
 
-    return intrinsic_of_any(LANES, emit)
+    return intrinsic_of(LANES, emit)
 
 
 def finish(activation: str) -> Callable[..., None]:
@@ -96,7 +96,7 @@ def _finish_planes(activation: str) -> Callable[..., None]:
 
         _each_channel(code, arguments, write)
 
-    return intrinsic_of_any(LANES, emit)
+    return intrinsic_of(LANES, emit)
 
 
 def finish_planes(activation: str) -> Callable[..., None]:
@@ -124,7 +124,7 @@ def _scatter_planes() -> Callable[..., None]:
             code, arguments, lambda values, out, _: masks.scatter(code, code.load(values), out, step, inside)
         )  # fmt: skip
 
-    return intrinsic_of_any(LANES, emit)
+    return intrinsic_of(LANES, emit)
 
 
 def scatter_planes(activation: str) -> Callable[..., None]:

@@ -10,19 +10,10 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from tilewise.kernels.cpu import masks
-from tilewise.kernels.cpu.channels_last.loops import (
-    PLACE,
-    advanced,
-    constant,
-    either,
-    intrinsic_of_any,
-    looped,
-    number,
-    variable,
-)
+from tilewise.kernels.cpu.channels_last.loops import PLACE, advanced, constant, either, looped, number, variable
 from tilewise.kernels.cpu.tile_registers.products import SUMS, by_tiles, multiplied
 from tilewise.kernels.cpu.tile_registers.told import DEPTH, HALF, LANES, TILE
-from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, named, transposed
+from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, intrinsic_of, named, transposed
 
 __all__ = ["ADD_WORDS", "GRADIENT_WORDS", "WRITE_WORDS", "added", "gradient", "owned", "scattered", "turned"]
 
@@ -55,7 +46,7 @@ def _gradient(parts: int) -> Callable[..., None]:
             advanced(code, entry, PLACE)
             advanced(code, total, len(SUMS) * TILE)
 
-    return intrinsic_of_any(LANES, emit)
+    return intrinsic_of(LANES, emit)
 
 
 def gradient(parts: int) -> Callable[..., None]:
@@ -90,7 +81,7 @@ def _added() -> Callable[..., None]:
             advanced(code, at, TILE)
             advanced(code, to, TILE)
 
-    return intrinsic_of_any(LANES, emit)
+    return intrinsic_of(LANES, emit)
 
 
 def added() -> Callable[..., None]:
@@ -124,7 +115,7 @@ def owned() -> Callable[..., None]:
                 advanced(code, at, ROW)
             b.store(b.add(b.load(row), step), row)
 
-    return intrinsic_of_any(LANES, emit)
+    return intrinsic_of(LANES, emit)
 
 
 def _each_row(
@@ -196,7 +187,7 @@ def _scattered() -> Callable[..., None]:
 
         _each_row(code, (sums, out, outputs, inputs, step), write)
 
-    return intrinsic_of_any(LANES, emit)
+    return intrinsic_of(LANES, emit)
 
 
 def scattered() -> Callable[..., None]:
@@ -255,7 +246,7 @@ def _turned() -> Callable[..., None]:
 
         _each_row(code, (sums, out, outputs, inputs, step), write)
 
-    return intrinsic_of_any(LANES, emit)
+    return intrinsic_of(LANES, emit)
 
 
 def turned() -> Callable[..., None]:

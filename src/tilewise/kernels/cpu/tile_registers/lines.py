@@ -13,10 +13,10 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from tilewise.kernels.cpu import masks
-from tilewise.kernels.cpu.channels_last.loops import advanced, constant, either, intrinsic_of_any, looped, variable
+from tilewise.kernels.cpu.channels_last.loops import advanced, constant, either, looped, variable
 from tilewise.kernels.cpu.tile_registers.splitting import parts_of
 from tilewise.kernels.cpu.tile_registers.told import DEPTH, HALF, LANES, TILE
-from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, named, transposed
+from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, intrinsic_of, named, transposed
 
 __all__ = ["LINES_WORDS", "PAIRED_WORDS", "REPAIRED_WORDS", "lines", "paired", "pixels", "repaired"]
 
@@ -119,7 +119,7 @@ def _lines(parts: int, step: int, vectors: int) -> Callable[..., None]:
         # No address is made of lines that do not exist: an empty mask there would be slow.
         either(code, b.icmp_signed(">", last, first), write)
 
-    return intrinsic_of_any(LANES, emit)
+    return intrinsic_of(LANES, emit)
 
 
 def lines(parts: int, step: int, vectors: int) -> Callable[..., None]:
@@ -183,7 +183,7 @@ def _pixels(parts: int) -> Callable[..., None]:
 
         either(code, b.icmp_signed(">", last, first), write)
 
-    return intrinsic_of_any(LANES, emit)
+    return intrinsic_of(LANES, emit)
 
 
 def pixels(parts: int) -> Callable[..., None]:
@@ -214,7 +214,7 @@ def _paired() -> Callable[..., None]:
             advanced(code, at, DEPTH * HALF)
             advanced(code, to, TILE)
 
-    return intrinsic_of_any(LANES, emit)
+    return intrinsic_of(LANES, emit)
 
 
 def paired() -> Callable[..., None]:
@@ -249,7 +249,7 @@ def _repaired() -> Callable[..., None]:
             advanced(code, at, TILE)
             advanced(code, to, TILE)
 
-    return intrinsic_of_any(LANES, emit)
+    return intrinsic_of(LANES, emit)
 
 
 def repaired() -> Callable[..., None]:

@@ -15,18 +15,9 @@ from collections.abc import Callable, Sequence
 from llvmlite import ir
 from numba.core import cgutils
 
-from tilewise.kernels.cpu.channels_last.loops import (
-    PLACE,
-    advanced,
-    constant,
-    intrinsic_of_any,
-    looped,
-    number,
-    put,
-    variable,
-)
+from tilewise.kernels.cpu.channels_last.loops import PLACE, advanced, constant, looped, number, put, variable
 from tilewise.kernels.cpu.tile_registers.told import DEPTH, HALF, LANES, TILE
-from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, compiled, named
+from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, compiled, intrinsic_of, named
 
 __all__ = ["ORDER", "PRODUCT_WORDS", "SUMS", "by_tiles", "multiplied", "product", "released", "sized"]
 
@@ -54,7 +45,7 @@ def by_tiles(code: Code, name: str, *arguments: ir.Value | int) -> None:
 @functools.cache
 def _configured() -> Callable[..., None]:
     """Makes ``(address)``, which sets the sizes of the tile registers to those of the 64 bytes there."""
-    return intrinsic_of_any(LANES, lambda code, arguments: by_tiles(code, "ldtilecfg", arguments[0]))
+    return intrinsic_of(LANES, lambda code, arguments: by_tiles(code, "ldtilecfg", arguments[0]))
 
 
 @functools.cache
@@ -80,7 +71,7 @@ def sized() -> Callable[..., None]:
 @functools.cache
 def released() -> Callable[..., None]:
     """Makes ``()``, which says that the tile registers are of no more use."""
-    return intrinsic_of_any(LANES, lambda code, arguments: by_tiles(code, "tilerelease"))
+    return intrinsic_of(LANES, lambda code, arguments: by_tiles(code, "tilerelease"))
 
 
 @functools.cache
@@ -106,7 +97,7 @@ def _product(parts: int) -> Callable[..., None]:
         for register in SUMS:
             by_tiles(code, "tilestored64", register, code.at(sums, register * TILE), constant(LANES * NUMBER))
 
-    return intrinsic_of_any(LANES, emit)
+    return intrinsic_of(LANES, emit)
 
 
 def multiplied(

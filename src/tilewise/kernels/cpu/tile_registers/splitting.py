@@ -8,18 +8,9 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from tilewise.kernels.cpu import masks
-from tilewise.kernels.cpu.channels_last.loops import (
-    PLACE,
-    advanced,
-    constant,
-    either,
-    intrinsic_of_any,
-    looped,
-    number,
-    variable,
-)
+from tilewise.kernels.cpu.channels_last.loops import PLACE, advanced, constant, either, looped, number, variable
 from tilewise.kernels.cpu.tile_registers.told import DEPTH, HALF, LANES, TILE
-from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, named, transposed
+from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, intrinsic_of, named, transposed
 
 __all__ = ["FILL_WORDS", "PLANES_WORDS", "SPLIT_WORDS", "filled", "parts_of", "split", "split_planes"]
 
@@ -100,7 +91,7 @@ def _split(parts: int) -> Callable[..., None]:
 
         either(code, b.icmp_signed("!=", source, constant(0)), read)
 
-    return intrinsic_of_any(LANES, emit)
+    return intrinsic_of(LANES, emit)
 
 
 def split(parts: int) -> Callable[..., None]:
@@ -163,7 +154,7 @@ def _split_planes(parts: int) -> Callable[..., None]:
             advanced(code, column, DEPTH * HALF)
             advanced(code, rest, -DEPTH)
 
-    return intrinsic_of_any(LANES, emit)
+    return intrinsic_of(LANES, emit)
 
 
 def split_planes(parts: int) -> Callable[..., None]:
@@ -202,7 +193,7 @@ def _filled(parts: int) -> Callable[..., None]:
             advanced(code, entry, PLACE)
             b.store(b.add(b.load(to), pitch), to)
 
-    return intrinsic_of_any(LANES, emit)
+    return intrinsic_of(LANES, emit)
 
 
 def filled(parts: int) -> Callable[..., None]:

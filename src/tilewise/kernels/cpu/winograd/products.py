@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
-from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, named, number_at
+from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, intrinsic_of, named, number_at
 
 __all__ = ["products"]
 
@@ -32,9 +29,9 @@ def _block(lanes: int, vectors: int, rows: int) -> Callable[..., None]:
     cache. With ``add`` the complete sums are added to ``c``.
     """
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+    def emit(code: Code, arguments: Values) -> None:
         a, a_row, a_step, b, b_step, c, c_row, depth, add, ahead = arguments
-        code = Code(builder, lanes)
+        builder = code.builder
         zero = ir.Constant(INT, 0)
         size = NUMBER * lanes
         starts = [builder.add(c, builder.mul(c_row, ir.Constant(INT, i))) for i in range(rows)]
@@ -74,15 +71,8 @@ def _block(lanes: int, vectors: int, rows: int) -> Callable[..., None]:
             code.store(value, place)
         builder.branch(done)
         builder.position_at_end(done)
-        return context.get_dummy_value()
 
-    signature = types.void(*[types.int64] * 10)
-
-    def ten(typingctx, a, a_row, a_step, b, b_step, c, c_row, depth, add, ahead):
-        return signature, generate
-
-    made: Any = ten
-    return intrinsic(made)
+    return intrinsic_of(lanes, emit)
 
 
 def products(lanes: int, vectors: int, rows: int) -> Callable[..., None]:

@@ -47,7 +47,7 @@ def sandwich(lanes: int, rows: Matrix, columns: Matrix) -> Callable[..., None]:
             for j, value in enumerate(multiplied(code, columns, [values[i] for values in half])):
                 code.store(value, code.at(start, j, to_column))
 
-    return intrinsic_of(6, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 def multiplied(code: Code, matrix: Matrix, values: Sequence[Any]) -> list[Any]:

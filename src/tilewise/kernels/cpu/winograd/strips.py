@@ -9,7 +9,6 @@ from llvmlite import ir
 
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.channels_last.finishing import Move, activation_words, moved
-from tilewise.kernels.cpu.channels_last.loops import intrinsic_of_any
 from tilewise.kernels.cpu.vectors import INT, NUMBER, Code, Values, compiled, intrinsic_of, named, transposed
 
 __all__ = ["finished_out", "strip_in", "strip_out"]
@@ -105,7 +104,7 @@ def _square_in(lanes: int) -> Callable[..., None]:
         for i, row in enumerate(transposed(code, rows)):
             code.store(row, code.at(target, i * NUMBER * lanes))
 
-    return intrinsic_of(5, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -123,7 +122,7 @@ def _square_out(lanes: int, activation: str | None) -> Callable[..., None]:
         moves = [Move.side_by_side(code, row, place, mask) for row, (place, mask) in places]
         moved(code, activation, added[1:], moves)
 
-    return intrinsic_of_any(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -134,7 +133,7 @@ def _whole_in(lanes: int) -> Callable[..., None]:
         source, valid, target = arguments
         code.store(masks.load(code, source, masks.below(code, valid)), target)
 
-    return intrinsic_of(3, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -146,7 +145,7 @@ def _whole_out(lanes: int, activation: str | None) -> Callable[..., None]:
         (value,) = _with_bias(code, [code.load(source)], added)
         moved(code, activation, added[1:], [Move.side_by_side(code, value, target, masks.below(code, valid))])
 
-    return intrinsic_of_any(lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -157,7 +156,7 @@ def _apart_in(lanes: int) -> Callable[..., None]:
         source, channel, valid, target = arguments
         code.store(masks.gather(code, source, channel, masks.below(code, valid)), target)
 
-    return intrinsic_of(4, lanes, emit)
+    return intrinsic_of(lanes, emit)
 
 
 @functools.cache
@@ -169,4 +168,4 @@ def _apart_out(lanes: int, activation: str | None) -> Callable[..., None]:
         (value,) = _with_bias(code, [code.load(source)], added)
         moved(code, activation, added[1:], [Move.apart(code, value, target, channel, masks.below(code, valid))])
 
-    return intrinsic_of_any(lanes, emit)
+    return intrinsic_of(lanes, emit)
