@@ -30,6 +30,7 @@ __all__ = [
     "finishes",
     "release_workspaces",
     "touch_workspace",
+    "writes_over_residual",
 ]
 
 _workspaces = Workspaces()
@@ -58,13 +59,14 @@ class Bound:
 
     ``bound(a, b, bias=None, out=None, residual=None)`` computes the problem from operands in the order of
     ``problem.operands`` and returns the result. A ``residual``, which a problem that has one needs, has the result's
-    shape, type and device and shares no memory with it; one that lies otherwise than the result is copied first.
-    Another one raises ``ValueError``. ``workspace`` is in bytes; what libraries allocate inside is not counted.
-    ``workspaces`` has it by the name of the device, for parts on other devices, too; a GPU that a plan names by its
-    number has that, as in ``cuda:1``. Where the plan's solvers add the bias, a bias of another length or device raises
-    ``ValueError``. ``pins`` says that results on the host are allocated in pinned memory, to which GPUs copy directly.
-    ``kernels`` is what native code needs to launch them itself, or to call the plan by addresses; ``None`` where the
-    plan does more than that.
+    shape, type and device; one that lies otherwise than the result is copied first. It shares no memory with the
+    result, unless it is the result itself and :func:`writes_over_residual`. Another one raises ``ValueError``.
+
+    ``workspace`` is in bytes; what libraries allocate inside is not counted. ``workspaces`` has it by the name of the
+    device, for parts on other devices, too; a GPU that a plan names by its number has that, as in ``cuda:1``. Where the
+    plan's solvers add the bias, a bias of another length or device raises ``ValueError``. ``pins`` says that results on
+    the host are allocated in pinned memory, to which GPUs copy directly. ``kernels`` is what native code needs to
+    launch them itself, or to call the plan by addresses; ``None`` where the plan does more than that.
 
     >>> problem = tilewise.GemmProblem(2, 4, 3)
     >>> plan = tilewise.Planner().plan(problem, tilewise.Options(rigor="estimate"))
@@ -232,7 +234,8 @@ class Bound:
             raise ValueError(f"residual: {given} given, {wanted if residual is None else 'none would do'}")
         if residual.shape != self._shape or residual.dtype is not self._dtype or residual.device != device:
             raise ValueError(f"residual of {tuple(residual.shape)}, {residual.dtype} on {residual.device}: {wanted}")
-        if out is not None and residual.data_ptr() == out.data_ptr():
+        same = out is not None and residual.data_ptr() == out.data_ptr()
+        if same and not writes_over_residual(self.plan, self.problem):
             raise ValueError("residual: its memory is the result's; memory of its own would do")
         strides = zip(self._shape, residual.stride(), self._strides, strict=True)
         is_like = all(n == 1 or have == want for n, have, want in strides)
@@ -400,6 +403,14 @@ def activates(plan: Plan, problem: Problem) -> bool:
 def adds_residual(plan: Plan, problem: Problem) -> bool:
     """Whether solvers add the residual themselves, after they have added the bias."""
     return _by_leaves(plan, problem, lambda solver, p, c: solver.does_add_residual(p, c))
+
+
+def writes_over_residual(plan: Plan, problem: Problem) -> bool:
+    """Whether a plan's result may be written over the residual that it adds: the solver reads each number just before.
+
+    Where a pass behind the solver adds the residual, or applies the activation, it may not.
+    """
+    return solvers.get(plan.solver).writes_over_residual and finishes(plan, problem)
 
 
 def finishes(plan: Plan, problem: Problem) -> bool:

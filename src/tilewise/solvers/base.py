@@ -128,6 +128,9 @@ class Solver(abc.ABC):
     adds_residual: ClassVar[bool] = False
     """Whether it adds a tensor like the result as it writes, after the bias. After other solvers a separate pass does.
     """
+    writes_over_residual: ClassVar[bool] = False
+    """Whether ``out`` may be the residual itself: each number of it is read just before the result's is written there,
+    and never again."""
     activations: ClassVar[frozenset[str]] = frozenset()
     """Activations that it applies as it writes, without their parameters. After other solvers a separate pass applies
     them."""

@@ -56,24 +56,48 @@ def lives_of(
     return {index: Life(sizes[index], first.get(index, 0), end) for index, end in last.items()}
 
 
-def packed(lives: Mapping[int, Life], alignment: int = ALIGNMENT) -> tuple[dict[int, int], int]:
+def packed(
+    lives: Mapping[int, Life], alignment: int = ALIGNMENT, over: Mapping[int, int] | None = None
+) -> tuple[dict[int, int], int]:
     """The offset in bytes of each tensor of ``lives``, and the bytes of all memory.
+
+    ``over`` has for some tensors the one that each may be written over: where that one's last use is the first of the
+    tensor, and both are as large, they share their memory.
 
     Example: two tensors that are in use one after the other share their memory.
 
     >>> packed({0: Life(100, 0, 1), 1: Life(50, 2, 3), 2: Life(10, 1, 2)})
     ({0: 0, 1: 0, 2: 128}, 192)
     """
+    joined, first_of = _joined(lives, over or {})
     placed: list[tuple[int, int, Life]] = []
     offsets: dict[int, int] = {}
     total = 0
-    for index, life in sorted(lives.items(), key=lambda item: (-item[1].size, item[1].first, item[0])):
+    for index, life in sorted(joined.items(), key=lambda item: (-item[1].size, item[1].first, item[0])):
         size = -(-life.size // alignment) * alignment
         start = _best_gap(size, sorted((a, b) for a, b, other in placed if life.meets(other)))
         placed.append((start, start + size, life))
         offsets[index] = start
         total = max(total, start + size)
-    return offsets, total
+    return {index: offsets[first_of.get(index, index)] for index in lives}, total
+
+
+def _joined(lives: Mapping[int, Life], over: Mapping[int, int]) -> tuple[dict[int, Life], dict[int, int]]:
+    """The lives of memories that tensors share as ``over`` allows, by their first tensor, and that of each other one.
+
+    A tensor is written over by one other at most.
+    """
+    joined, first_of = dict(lives), dict[int, int]()
+    for index in sorted(over.keys() & lives.keys(), key=lambda index: lives[index].first):
+        before = over[index]
+        if before not in lives:
+            continue
+        own, first = lives[index], first_of.get(before, before)
+        if lives[before].last == own.first == joined[first].last and lives[before].size == own.size:
+            joined[first] = Life(own.size, joined[first].first, own.last)
+            first_of[index] = first
+            del joined[index]
+    return joined, first_of
 
 
 def _best_gap(size: int, taken: Sequence[tuple[int, int]]) -> int:

@@ -149,7 +149,8 @@ def _made(program: Any, made: _List, in_python: dict[int, str] | None = None) ->
     for index, value in enumerate(made.values):
         if value.kind == ARENA and not (sizes[index] and index in lives):
             value.kind = FRESH  # without elements, or not in use
-    offsets, total = packed({i: life for i, life in lives.items() if made.values[i].kind == ARENA})
+    kept = {i: life for i, life in lives.items() if made.values[i].kind == ARENA}
+    offsets, total = packed(kept, over=program.over)
     for index, offset in offsets.items():
         made.values[index].offset = offset
     constants = [(value.tensor, _seen(value.tensor)) for value in made.values if value.tensor is not None]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.execute.bound import writes_over_residual
 from tilewise.kernels.native.programs import loading, why_never
 from tilewise.machine.device import is_capturing
 from tilewise.machine.recording import Recorder
@@ -88,7 +89,9 @@ class Program:
         uses = [Use(step.inputs, step.output, step.may_alias) for step in self.steps]
         lives = lives_of([slot.nbytes for slot in self.slots], roots, uses, self.outputs)
         kept = {i: life for i, life in lives.items() if i in written and i not in results and i not in self.new}
-        self.offsets, self.arena_bytes = packed(kept)
+        self.over = _written_over(self.slots, self.steps)
+        """Slots whose results may be written over the residuals that they add, and these slots."""
+        self.offsets, self.arena_bytes = packed(kept, over=self.over)
         self.least_bytes, self.separate_bytes = most_at_once(kept), sum(life.size for life in kept.values())
         self._views: dict[int, list[int]] = {}
         for index, base in enumerate(roots):
@@ -315,6 +318,22 @@ class _Call:
 
         call.run = shown_run
         return call
+
+
+def _written_over(slots: Sequence[Slot], steps: Sequence[Step]) -> dict[int, int]:
+    """The slots of results that their plans may write over the residuals that they add, with the slots of these."""
+    found: dict[int, int] = {}
+    for step in steps:
+        plan = step.plan
+        if plan is None or not getattr(plan.problem, "residual", False):
+            continue
+        residual, result = step.inputs[-1], step.output
+        one, other = slots[residual], slots[result]
+        whole = one.view_of is None and other.view_of is None and residual not in step.inputs[:-1]
+        alike = (one.shape, one.strides, one.dtype) == (other.shape, other.strides, other.dtype)
+        if whole and alike and writes_over_residual(plan.plan, plan.problem):
+            found[result] = residual
+    return found
 
 
 def _what_computes(step: Step) -> str:

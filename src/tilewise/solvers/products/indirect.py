@@ -39,6 +39,7 @@ class Indirect(ConvSolver):
     dtypes = frozenset({"fp32"})
     adds_bias = True
     adds_residual = True
+    writes_over_residual = True
     activations = frozenset(CONV_ACTIVATIONS)
     error_bound = {"ieee": 5e-6, "tf32": 5e-6}  # noqa: RUF012
     exact_memory = True

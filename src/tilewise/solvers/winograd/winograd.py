@@ -42,6 +42,7 @@ class Winograd(ConvSolver):
     dims = frozenset({1, 2, 3})
     adds_bias = True
     adds_residual = True
+    writes_over_residual = True
     activations = frozenset(CONV_ACTIVATIONS)
     error_bound = {"ieee": 1e-5, "tf32": 1e-5}  # noqa: RUF012
     exact_memory = True
