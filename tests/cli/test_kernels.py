@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,11 +20,14 @@ import pytest
 from tests.conftest import share_kernels
 from tests.forked import run_script
 from tests.kernels.packs.crafted import cpu_file, pack_of, triton_files
+from tests.nn.regions.kept import First, net
 from tests.sampling import EVERY
 
 if importlib.util.find_spec("numba") is None:
     pytest.skip("numba is not installed", allow_module_level=True)
 
+import tilewise
+from tilewise import solvers
 from tilewise.kernels.building import code_files
 from tilewise.kernels.packs.archive import opened
 from tilewise.wisdom import Wisdom
@@ -74,6 +78,99 @@ def test_a_pack_that_is_built_leaves_nothing_to_compile(run, tmp_path, kernels, 
     assert [(held["kind"], held["files"], held["obstacle"]) for held in document["held"]] == [
         ("cpu", len(imported), "")
     ]
+
+
+LOADED = """
+import json, sys, torch, tilewise
+from tilewise.kernels.building.noted import noted
+program = tilewise.load_exported(sys.argv[1])
+found = program(torch.ones(1, 3, 9, 7))
+torch.save(found, sys.argv[2])
+print(json.dumps([list(noted()), program.why_not_native]))
+"""
+
+
+def loaded(model: Path, result: Path) -> tuple[list[str], str]:
+    """Load an exported model and call it, in a process of its own: the kernels it asked for, and why not native."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = run_script("-c", LOADED, str(model), str(result), environment=environment, timeout=PATIENCE_S)
+    assert ended.returncode == 0, ended.stderr
+    names, reason = json.loads(ended.stdout.splitlines()[-1])
+    return names, reason
+
+
+def test_a_pack_of_an_exported_model_leaves_nothing_to_compile(tmp_path, kernels, monkeypatch):
+    """In processes: it is packed, the pack is imported into an empty cache, and there the model is loaded and called.
+
+    The pack holds what loading asks for, the module that runs programs among it, although more is compiled here.
+    """
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("safetensors")
+    model, pack = tmp_path / "model.safetensors", tmp_path / "model.pack"
+    tilewise.export(net(), torch.ones(1, 3, 9, 7), model, planner=First())
+    share_kernels(tmp_path / "built", kernels)
+    (kernels / "cpu").mkdir(exist_ok=True)
+    code_files.store(kernels / cpu_file("unused_8")[0].path, cpu_file("unused_8")[1])
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "built"))
+    assert " files (" in done("kernels", "build", str(model), "-o", str(pack))
+    with opened(pack) as found:
+        names = {entry.path for entry in found.manifest.entries}
+
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "empty"))
+    assert f"{len(names)} kernels of {pack} are new here" in done("kernels", "import", str(pack), "--trust")
+    imported = files_of(tmp_path / "empty" / "kernels")
+    asked, reason = loaded(model, tmp_path / "there")
+    assert files_of(tmp_path / "empty" / "kernels") == imported, "loading compiled nothing"
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "built"))
+    assert loaded(model, tmp_path / "here") == (asked, reason)
+    assert torch.equal(torch.load(tmp_path / "here"), torch.load(tmp_path / "there"))
+    assert any(name.startswith("cpu/") for name in asked)
+    if not reason:
+        assert any(name.startswith("native/program_call-") for name in asked)
+        assert set(asked) == names
+
+
+def exported_elsewhere(path: Path, change) -> None:
+    """An exported model whose document is changed."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(path, framework="pt") as file:
+        document, tensors = json.loads(file.metadata()["tilewise"]), {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+    change(document)
+    save_file(tensors, path, metadata={"tilewise": json.dumps(document)})
+
+
+def of_another_processor(document) -> None:
+    """Have a plan that this processor does not offer, as one for other hardware is."""
+    document["environment"] = "cpu abacus"
+    step = next(step for step in document["programs"][0]["program"]["steps"] if "plan" in step)
+    step["plan"]["plan"] |= {"solver": "cudnn", "version": solvers.get("cudnn").version}
+
+
+def test_exported_models_of_which_no_pack_can_be_made(run, tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    monkeypatch.chdir(tmp_path)
+    tilewise.export(net(), torch.ones(1, 3, 9, 7), "model.safetensors", planner=First())
+    for name in ("other.safetensors", "damaged.safetensors", "cut.safetensors"):
+        shutil.copy("model.safetensors", name)
+    exported_elsewhere(Path("other.safetensors"), of_another_processor)
+    exported_elsewhere(Path("damaged.safetensors"), lambda document: document.update(programs=[]))
+    os.truncate("cut.safetensors", os.path.getsize("cut.safetensors") - 1000)
+    save_file({"x": torch.ones(3)}, "plain.safetensors")
+    for name, *more, words in (
+        ("other.safetensors", r"cudnn cannot solve .* exported with environment 'cpu abacus'; here it is"),
+        ("damaged.safetensors", r"programs=\[\]: a list of them would do"),
+        ("cut.safetensors", "not a file that tilewise.export wrote"),
+        ("plain.safetensors", "holds tensors and no exported model"),
+        ("model.safetensors", "--arch", "sm_90", "'model.safetensors' is an exported model, which runs on CPUs"),
+    ):
+        result = run("kernels", "build", name, *more, "-o", "a.pack")
+        assert result.exit_code == 2
+        (line,) = result.stderr.splitlines()
+        assert re.search(words, line), line
+        assert not Path("a.pack").exists()
 
 
 @pytest.mark.skipif(not EVERY, reason="Triton compiles for half a minute where cores are busy")

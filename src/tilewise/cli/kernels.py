@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import click
 
 from tilewise.cli.given.early import check_asked
+from tilewise.cli.given.exported_file import is_exported
 from tilewise.cli.helped import Example, Helped, HelpedGroup
-from tilewise.cli.program import INTERRUPTED, BadInput, bad_input
+from tilewise.cli.program import INTERRUPTED, BadInput, bad_input, one_line
 from tilewise.cli.settings import Asked, planning_options
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
     "build": (
         ("tilewise kernels build resnet50 --arch sm_90 -o h100.pack", "For a GPU that need not be here."),
         ("tilewise kernels build layers.txt -o layers.pack", "For the layers that a file lists."),
+        ("tilewise kernels build model.safetensors -o model.pack", "What an exported model loads, to ship it with."),
     ),
     "export": (
         ("tilewise kernels export -o mine.pack", "All that was compiled here."),
@@ -73,7 +75,7 @@ def command() -> None:
     "--arch",
     metavar="ARCH",
     help="What to compile for: sm_90 or another GPU, which need not be here, or cpu, this processor.  "
-    "[default: the GPU here, else cpu]",
+    "[default: the GPU here, else cpu; cpu for exported models]",
 )
 @OUTPUT
 @planning_options(without=("device", "share_with"))
@@ -84,6 +86,9 @@ def build(targets: tuple[str, ...], arch: str | None, output: Path, settings: As
     and for what FILE lists, one of these in a line; without any for all built-in networks. What is compiled already is
     not compiled again, so an interrupted command goes on where it was. A planner decides by what it measures: on a GPU
     it may yet want kernels that no pack has, and compiles those itself.
+
+    FILE may also be a model that tilewise.export wrote. Its plans are made, so options of planning do not concern it.
+    It is loaded as a service loads it, and PACK gets what was compiled or read for that, and nothing else.
     """
     from tilewise.kernels.building.target import Architecture
     from tilewise.kernels.packs import carry, here
@@ -92,13 +97,19 @@ def build(targets: tuple[str, ...], arch: str | None, output: Path, settings: As
 
     _check_folder(output)
     check_asked(settings)
-    name = arch or next(iter(here.architectures()), "cpu")
+    exported = tuple(dict.fromkeys(text for text in targets if is_exported(text)))
+    others = tuple(text for text in targets if text not in exported)
+    only_exported = bool(exported and not others)
+    name = arch or ("cpu" if only_exported else next(iter(here.architectures()), "cpu"))
     with bad_input("--arch"):
         architecture = None if name == "cpu" else Architecture.named(name)
+    if exported and architecture is not None:
+        raise BadInput(f"--arch {name!r}: {exported[0]!r:.200} is an exported model, which runs on CPUs: "
+                       "--arch cpu would do")  # fmt: skip
     _require_compilers(architecture)
     options = settings.options()
     with interruptible("what was compiled until now is kept; the same command goes on from there"):
-        problems = _problems(targets, settings, architecture)
+        problems = [] if only_exported else _problems(others, settings, architecture)
         with progress_bar("looking for kernels", len(problems)) as step:
             candidates = to_compile(problems, options, architecture, step)
         with progress_bar("compiling", len(candidates)) as step:
@@ -106,6 +117,7 @@ def build(targets: tuple[str, ...], arch: str | None, output: Path, settings: As
         for candidate, reason in list(lost.items())[:1]:
             text = f"{len(lost)} candidates cannot be compiled; the first, {candidate}: {reason}"
             click.echo(f"tilewise: {text}", err=True)
+        _load_exported(exported)
         if architecture is not None:
             _compile_launches()
         with pack_errors(output, "written"):
@@ -296,6 +308,33 @@ def _compile_launches() -> None:
         load()
     except Unavailable as error:
         click.echo(f"tilewise: the module that launches kernels is left out: {error}", err=True)
+
+
+def _load_exported(files: tuple[str, ...]) -> None:
+    """Load exported models as a service does, which compiles what their plans need. Says what cannot be compiled.
+
+    Raises :class:`BadInput` for what is no exported model, and for one whose plans cannot run on this processor.
+    """
+    from tilewise.report.progress import progress_bar
+
+    if not files:
+        return
+    from tilewise.nn.exported.loaded import load_exported
+    from tilewise.solvers.base import SolverUnavailable
+
+    with progress_bar("loading", len(files)) as step:
+        for file in files:
+            step(file)
+            with bad_input("FILE"):
+                try:
+                    loaded = load_exported(file)
+                except SolverUnavailable as error:  # this machine lacks what a plan's kernel needs
+                    raise BadInput(one_line(f"FILE: {error}")) from error
+                except OSError as error:
+                    raise BadInput(f"FILE: {file!r:.200} cannot be read: {error.strerror or error}") from error
+            if loaded.why_not_native:
+                text = f"{file}: the module that runs programs is left out: {loaded.why_not_native}"
+                click.echo(f"tilewise: {text}", err=True)
 
 
 def _problems(targets: tuple[str, ...], settings: Asked, architecture: Architecture | None) -> list[Problem]:

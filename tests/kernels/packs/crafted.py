@@ -50,10 +50,10 @@ def cpu_file(name: str = "moves_8", body: bytes = b"code") -> tuple[Entry, bytes
     return Entry("cpu", target, path, 0, ""), b'["entry", []]\n\x7fELF' + body
 
 
-def native_file(body: bytes = b"code") -> tuple[Entry, bytes]:
-    """The content of the file of the module that launches kernels."""
-    target = here.native_target()
-    return Entry("native", target, f"native/launches-{target.partition(':')[2]}.so", 0, ""), b"\x7fELF" + body
+def native_file(body: bytes = b"code", name: str = "launches") -> tuple[Entry, bytes]:
+    """The content of the file of a native module."""
+    target = here.native_target(name)
+    return Entry("native", target, f"native/{name}-{target.partition(':')[2]}.so", 0, ""), b"\x7fELF" + body
 
 
 def contents() -> list[tuple[Entry, bytes]]:
@@ -76,7 +76,7 @@ def raw_pack(
         for name, content in members:
             text = name if isinstance(name, str) else name.filename
             kind = text.partition("/")[0]
-            target = {"cpu": here.cpu_target(), "native": here.native_target()}.get(kind, "sm_90")
+            target = {"cpu": here.cpu_target(), "native": here.native_target("launches")}.get(kind, "sm_90")
             digest = hashlib.sha256(content).hexdigest()
             entries.append(Entry(kind, target, text, len(content), digest))
         manifest = replace(here.head(), entries=tuple(entries)).to_bytes()

@@ -120,9 +120,50 @@ def test_kernels_for_another_processor_are_refused_with_what_differs(caches: Cac
     with pytest.raises(PackError, match=r"another machine \(processor abacus, here .*; numba 0\.1, here"):
         carry.import_pack(path, trust=True)
     pack_of(path, [(moved, content)])
-    with pytest.raises(PackError, match=r"another machine \(another processor, C library or setting\)"):
+    with pytest.raises(PackError, match=r"another machine \(another C library or setting\)"):
         carry.import_pack(path, trust=True)
     assert not caches.folder.exists()
+
+
+def test_the_features_that_a_processor_lacks_are_named(caches: Caches, tmp_path: Path) -> None:
+    content, other, path = cpu_file()[1], "0" * 24, tmp_path / "other.pack"
+    entry = Entry("cpu", f"cpu:{other}", f"cpu/moves_8-{other}.o", 0, "")
+    own = here.features()
+    for features, words in (
+        ((*own, *(f"unit{n}" for n in range(6))), "its processor has unit0, unit1, unit2, unit3 and 2 more, this one"),
+        (own[:-1], f"this processor has {own[-1]}, its has not"),
+    ):
+        pack_of(path, [(entry, content)], versions={**here.versions(), "features": " ".join(features)})
+        with pytest.raises(PackError, match=rf"another machine \({words}"):
+            carry.import_pack(path, trust=True)
+    pack_of(path, [(entry, content)], versions={n: v for n, v in here.versions().items() if n != "features"})
+    with pytest.raises(PackError, match=r"another machine \(another C library or setting\)"):
+        carry.import_pack(path, trust=True)
+    assert not caches.folder.exists()
+
+
+def test_every_native_module_is_carried(caches: Caches, tmp_path: Path) -> None:
+    path, names = tmp_path / "native.pack", ("launches", "planned_call", "program_call")
+    assert set(names) == set(here.native_modules())
+    pack_of(path, [native_file(name=name) for name in names])
+    assert carry.import_pack(path, trust=True).written == len(names)
+    kept = {path for path in carry.kept() if path.startswith("native/")}
+    assert kept == {native_file(name=name)[0].path for name in names}
+    assert len(carry.export(tmp_path / "again.pack", kept).entries) == len(names)
+
+
+def test_a_native_module_for_another_torch_stays_out(caches: Caches, tmp_path: Path) -> None:
+    """Kernels beside it are taken. A module that does not call torch's libraries does not depend on its version."""
+    path, other = tmp_path / "other.pack", "0" * 24
+    moved = [Entry("native", f"native:{other}", f"native/{n}-{other}.so", 0, "") for n in ("launches", "program_call")]
+    files = [cpu_file(), *((entry, native_file()[1]) for entry in moved)]
+    pack_of(path, files, versions={**here.versions(), "torch": "1.0"})
+    done = carry.import_pack(path, trust=True)
+    assert done.written == 1
+    launches, program = sorted(done.left_out)
+    assert "the module launches is for another machine (another C library or setting)" in launches
+    assert "the module program_call is for another machine (torch 1.0, here" in program
+    assert set(caches.files()) == {cpu_file()[0].path}
 
 
 def test_another_version_is_refused(caches: Caches, tmp_path: Path) -> None:

@@ -174,11 +174,12 @@ def _fitting(
     """The kernels that are of use here, and how many are not by the reason. Raises :class:`PackError` where none is."""
     if reason := _made_elsewhere(manifest):
         raise PackError(reason)
-    reasons: dict[tuple[str, str], str] = {}
+    reasons: dict[tuple[str, str, str], str] = {}
     left_out: Counter[str] = Counter()
     wanted = []
     for entries in groups.values():
-        asked = entries[0].kind, entries[0].target
+        kind, target, path = entries[0].kind, entries[0].target, entries[0].path
+        asked = kind, target, path if kind == "native" else ""  # each native module is a target of its own
         if asked not in reasons:
             reasons[asked] = obstacle(entries[0], manifest, architectures)
         if reasons[asked]:

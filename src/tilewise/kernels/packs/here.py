@@ -14,11 +14,15 @@ import torch
 
 from tilewise.kernels.building import objects
 from tilewise.kernels.cuda import launch
-from tilewise.kernels.native import building
+from tilewise.kernels.native import autograd, building, extension, programs
+from tilewise.kernels.native.extension import Extension
 from tilewise.kernels.packs.manifest import Manifest
 from tilewise.version import VERSION
 
-__all__ = ["architecture_of", "architectures", "cpu_target", "head", "native_target", "sources", "versions"]
+__all__ = [
+    "architecture_of", "architectures", "cpu_target", "features", "head", "native_modules", "native_target", "sources",
+    "versions",
+]  # fmt: skip
 
 PACKAGES = ("llvmlite", "numba", "torch", "triton")
 FOLDERS = ("cpu", "cuda", "native", "triton")
@@ -61,6 +65,7 @@ def versions() -> dict[str, str]:
         from llvmlite import binding
 
         found["processor"] = str(binding.get_host_cpu_name())
+        found["features"] = " ".join(features())
     return found
 
 
@@ -82,9 +87,22 @@ def cpu_target() -> str:
     return f"cpu:{objects.machine_key()}"
 
 
-def native_target() -> str:
-    """What the module that launches kernels is compiled for here."""
-    return f"native:{building.file_name().rpartition('-')[2].partition('.')[0]}"
+def features() -> tuple[str, ...]:
+    """The features of this processor that compiled code may use, as LLVM names them. Needs llvmlite."""
+    from llvmlite import binding
+
+    return tuple(sorted(name for name, there in binding.get_host_cpu_features().items() if there))
+
+
+@functools.cache
+def native_modules() -> dict[str, Extension]:
+    """The modules in C and C++ by name: those that launch kernels for GPUs, and the one that runs programs on CPUs."""
+    return {each.EXTENSION.name: each.EXTENSION for each in (autograd, building, programs)}
+
+
+def native_target(name: str) -> str:
+    """What the module of this name is compiled for here. Raises ``KeyError`` where there is no such module."""
+    return f"native:{extension.file_name(native_modules()[name]).rpartition('-')[2].partition('.')[0]}"
 
 
 def architectures() -> tuple[str, ...]:

@@ -43,15 +43,16 @@ NAMES = {
     "cpu": r"cpu/[a-z0-9_]{1,120}-[0-9a-f]{24}\.o",
     "triton": r"triton/[A-Z2-7]{52}/[A-Za-z_]\w{0,149}\.(json|cubin)",
     "cuda": r"cuda/[0-9a-f]{64}\.cubin",
-    "native": r"native/launches-[0-9a-f]{24}\.so",
+    "native": r"native/(launches|planned_call|program_call)-[0-9a-f]{24}\.so",
     "wisdom": r"wisdom\.json",
 }
 """The names that entries of each kind may have. None leads out of a folder."""
 KERNELS = ("cpu", "triton", "cuda")
-"""Kinds of kernels; ``native`` is the module that launches them, ``wisdom`` is data."""
+"""Kinds of kernels; ``native`` are the modules that launch them or run programs of them, ``wisdom`` is data."""
 TARGET = re.compile(r"(cpu:[0-9a-f]{24}|sm_[0-9]{2,3}|native:[0-9a-f]{24}|any)", re.ASCII)
 DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
-LONGEST_TEXT = 500
+LONGEST_TEXT = 2000
+"""Most characters of a text: the features of a processor take some 500."""
 MOST_VERSIONS = 32
 
 

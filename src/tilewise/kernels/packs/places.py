@@ -1,6 +1,6 @@
 """Where compiled kernels lie on this machine, how they are read for a pack, and how they are written from one.
 
-Kernels for CPUs, those in CUDA C++ and the module that launches them are files of the cache directory with a checksum
+Kernels for CPUs, those in CUDA C++ and the modules that launch them are files of the cache directory with a checksum
 each. A pack has their content without it. What Triton keeps has a place of its own: see ``triton_place``.
 """
 
@@ -20,6 +20,8 @@ from tilewise.machine import cache, trusted
 __all__ = ["CodeFiles", "Place", "code_places", "other_architecture", "other_version"]
 
 ELF = b"\x7fELF"
+MOST_FEATURES = 4
+"""Features of a processor that an error names."""
 
 
 class Place(Protocol):
@@ -79,16 +81,19 @@ class CodeFiles:
         """What a file is for; empty for what is not of this machine and version."""
         if self.kind == "cuda":
             return here.architecture_of(code)
-        target = here.cpu_target() if self.kind == "cpu" else here.native_target()
+        target = here.cpu_target() if self.kind == "cpu" else here.native_target(_module(name))
         return target if f"-{target.partition(':')[2]}." in name else ""
 
     def obstacle(self, entry: Entry, manifest: Manifest, architectures: Sequence[str]) -> str:
         """As :meth:`Place.obstacle`."""
         if self.kind == "cpu":
-            return _unlike("kernels for a CPU are", entry.target, here.cpu_target(), manifest, ("processor", "numba"))
+            names = ("processor", "features", "numba", "llvmlite", "python")
+            return _unlike("kernels for a CPU are", entry.target, here.cpu_target(), manifest, names)
         if self.kind == "native":
-            target = here.native_target()
-            return _unlike("the module that launches kernels is", entry.target, target, manifest, ("python",))
+            module = here.native_modules()[_module(entry.path)]
+            names = ("python", "torch") if module.uses_torch else ("python",)
+            target = here.native_target(module.name)
+            return _unlike(f"the module {module.name} is", entry.target, target, manifest, names)
         if entry.target not in architectures:
             return other_architecture(entry.target, architectures)
         if not here.nvrtc():
@@ -135,9 +140,27 @@ def _unlike(what: str, target: str, target_here: str, manifest: Manifest, names:
     if target == target_here:
         return ""
     own = here.versions()
-    pairs = [f"{n} {manifest.versions.get(n, 'unknown')}, here {own.get(n, 'none')}" for n in names]
-    told = [pair for n, pair in zip(names, pairs, strict=True) if manifest.versions.get(n) != own.get(n)]
-    return f"{what} for another machine ({'; '.join(told) or 'another processor, C library or setting'})"
+    pairs = {n: (manifest.versions.get(n, "unknown"), own.get(n, "none")) for n in names}
+    told = [
+        _features_unlike(*pair) if n == "features" else f"{n} {pair[0]}, here {pair[1]}"
+        for n, pair in pairs.items()
+        if pair[0] != pair[1] and (n != "features" or (n in manifest.versions and n in own))
+    ]
+    return f"{what} for another machine ({'; '.join(told) or 'another C library or setting'})"
+
+
+def _features_unlike(theirs: str, own: str) -> str:
+    """Which features of a processor are there and not here, or else here and not there: a few of them by name."""
+    there, here_ = set(theirs.split()), set(own.split())
+    missing = sorted(there - here_)
+    named = missing or sorted(here_ - there)
+    text = ", ".join(named[:MOST_FEATURES]) + f" and {len(named) - MOST_FEATURES} more" * (len(named) > MOST_FEATURES)
+    return f"its processor has {text}, this one has not" if missing else f"this processor has {text}, its has not"
+
+
+def _module(name: str) -> str:
+    """The name of the native module in a file called ``name``, such as ``native/program_call-0123.so``."""
+    return name.rpartition("/")[2].rpartition("-")[0]
 
 
 def other_architecture(target: str, architectures: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tilewise.kernels.native.programs import loading, why_never
 from tilewise.machine.device import environment
 from tilewise.nn.arguments import in_line
 from tilewise.nn.exported import files
@@ -19,6 +20,7 @@ from tilewise.nn.exported.document import Reading
 from tilewise.nn.exported.values import ExportError, decoded
 from tilewise.nn.programs.program import ALIGNMENT, Program
 from tilewise.nn.programs.slots import Place, Slot
+from tilewise.solvers.base import SolverUnavailable
 from tilewise.version import VERSION
 
 __all__ = ["Exported", "load_exported"]
@@ -151,8 +153,12 @@ def load_exported(path: str | os.PathLike[str]) -> Exported:
     Where this processor, torch or the number of threads is another than where it was exported, results are as exact,
     but other plans may be faster: a warning says so.
 
-    Raises ``ExportError`` (a ``ValueError``) for a file that holds no exported model or was damaged, and
-    ``SolverUnavailable`` naming the step and the reason where a plan cannot run on this machine.
+    Kernels that are not on this machine yet are compiled, which takes a minute. A pack that ``tilewise kernels build``
+    made of the file brings them.
+
+    Raises ``ExportError`` (a ``ValueError``) for a file that holds no exported model or was damaged, and for a plan
+    whose solver does not offer it here; ``SolverUnavailable`` where a plan's kernel cannot run on this machine. Both
+    name the step and the reason, and where the file was exported if that was elsewhere.
 
     >>> report = tilewise.export(torch.nn.Linear(4, 2).eval(), torch.randn(3, 4), "model.safetensors")
     >>> tilewise.load_exported("model.safetensors")(torch.randn(3, 4)).shape
@@ -165,27 +171,32 @@ def load_exported(path: str | os.PathLike[str]) -> Exported:
     listed = document.get("programs")
     if not isinstance(listed, list) or not listed:
         raise ExportError(f"{file}: programs={listed!r:.80}: a list of them would do")
+    if not why_never():
+        loading()  # on a machine that has it not it is compiled while kernels are
     reading = Reading(tensors)
-    programs = [_Program(data, reading, f"{file}: programs[{i}]") for i, data in enumerate(listed)]
-    at_home = _is_at_home(document, file)
+    elsewhere = _elsewhere(document)
+    try:
+        programs = [_Program(data, reading, f"{file}: programs[{i}]") for i, data in enumerate(listed)]
+    except (ExportError, SolverUnavailable) as error:
+        if not elsewhere:
+            raise
+        raise type(error)(f"{error}. The file {elsewhere}: export it here") from error
+    if elsewhere:
+        text = f"{file} {elsewhere}. Its results are as exact, but other plans may be faster: export it here"
+        warnings.warn(text, stacklevel=2)
     for each in programs:
-        each.program.use_native(checked=not at_home)
+        each.program.use_native(checked=bool(elsewhere))
     return Exported(file, document, programs)
 
 
-def _is_at_home(document: Mapping[str, Any], file: Path) -> bool:
-    """Whether the model was exported in this environment by this version; warns where it was not."""
+def _elsewhere(document: Mapping[str, Any]) -> str:
+    """How the environment or version that a model was exported in differs from those here; empty where it does not."""
     here = {"environment": str(environment("cpu")), "torch": torch.__version__, "tilewise": VERSION}
     for name, value in here.items():
         there = document.get(name)
         if there != value:
-            warnings.warn(
-                f"{file} was exported with {name} {there!r:.300}; here it is {value!r}. Its results are as exact, but "
-                "other plans may be faster: export it here",
-                stacklevel=3,
-            )
-            return False
-    return True
+            return f"was exported with {name} {there!r:.300}; here it is {value!r}"
+    return ""
 
 
 def _check_places(leaves: list[Any], count: int, where: str, *, in_order: bool) -> None:
