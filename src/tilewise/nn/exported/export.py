@@ -72,7 +72,8 @@ def export(
     The file holds one program for each example: operators, plans, and filters with folded norms. It holds no code, and
     nothing in it is pickled; its format is safetensors. Parameters are copied, so the model may change or vanish. The
     model itself is left as it is. It must be in ``eval`` mode, and traceable as a whole (see "Inference" in the
-    manual). Plans are made for this kind of processor and for torch's present number of threads.
+    manual). Plans are made for this kind of processor and for torch's present number of threads. Their kernels are not
+    in the file: ``tilewise kernels build FILE -o PACK`` packs them.
 
     {arguments}
     - ``path``: the file, which is replaced where it exists.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tilewise.kernels.native.programs import loading, why_never
 from tilewise.machine.device import environment
 from tilewise.nn.arguments import in_line
 from tilewise.nn.exported import files
@@ -171,8 +170,6 @@ def load_exported(path: str | os.PathLike[str]) -> Exported:
     listed = document.get("programs")
     if not isinstance(listed, list) or not listed:
         raise ExportError(f"{file}: programs={listed!r:.80}: a list of them would do")
-    if not why_never():
-        loading()  # on a machine that has it not it is compiled while kernels are
     reading = Reading(tensors)
     elsewhere = _elsewhere(document)
     try:
