@@ -87,7 +87,7 @@ class CodeFiles:
     def obstacle(self, entry: Entry, manifest: Manifest, architectures: Sequence[str]) -> str:
         """As :meth:`Place.obstacle`."""
         if self.kind == "cpu":
-            names = ("processor", "features", "numba", "llvmlite", "python")
+            names: tuple[str, ...] = ("processor", "features", "numba", "llvmlite", "python")
             return _unlike("kernels for a CPU are", entry.target, here.cpu_target(), manifest, names)
         if self.kind == "native":
             module = here.native_modules()[_module(entry.path)]
