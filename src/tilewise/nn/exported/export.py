@@ -70,10 +70,9 @@ def export(
     """Plan ``model`` for inference on the CPU and write it to ``path``, for :func:`load_exported` to run elsewhere.
 
     The file holds one program for each example: operators, plans, and filters with folded norms. It holds no code, and
-    nothing in it is pickled; its format is safetensors. Parameters are copied, so the model may change or vanish. The
-    model itself is left as it is. It must be in ``eval`` mode, and traceable as a whole (see "Inference" in the
-    manual). Plans are made for this kind of processor and for torch's present number of threads. Their kernels are not
-    in the file: ``tilewise kernels build FILE -o PACK`` packs them.
+    nothing in it is pickled; its format is safetensors. Parameters are copied, so the model may change or vanish; it is
+    left as it is. It must be in ``eval`` mode, and traceable as a whole (see "Inference" in the manual). Plans are for
+    this kind of processor and torch's present number of threads. ``tilewise kernels build FILE`` packs their kernels.
 
     {arguments}
     - ``path``: the file, which is replaced where it exists.
