@@ -43,7 +43,6 @@ OUTPUT = click.option("-o", "--output", metavar="PACK", required=True, type=FILE
 EXAMPLES: dict[str, tuple[Example, ...]] = {
     "build": (
         ("tilewise kernels build resnet50 --arch sm_90 -o h100.pack", "For a GPU that need not be here."),
-        ("tilewise kernels build layers.txt -o layers.pack", "For the layers that a file lists."),
         ("tilewise kernels build model.safetensors -o model.pack", "What an exported model loads, to ship it with."),
     ),
     "export": (
