@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -74,6 +76,21 @@ def test_blocks_share_the_memory_of_their_residuals(read_again: bool, native: bo
     want = by_torch(program, x, read_again=read_again)
     for _ in range(3):
         assert float((program(x).double() - want).norm() / want.norm()) < 1e-6
+
+
+def test_residuals_are_shown_as_they_were_read() -> None:
+    pytest.importorskip("numba")
+    program = blocks("indirect", read_again=False)
+    x = torch.ones((1, 24, 9, 7), dtype=torch.float32, device="cpu").to(memory_format=torch.channels_last)
+    seen: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def keep(number: int, inputs: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+        seen[number] = tuple(tensor.clone() for tensor in (*inputs, result))
+
+    program.show_steps([x], keep)
+    assert torch.equal(seen[2][2], seen[0][-1])
+    assert torch.equal(seen[4][2], seen[2][-1])
+    assert not torch.equal(seen[2][2], seen[2][-1])
 
 
 def test_solvers_that_read_the_residual_later_get_memory_of_their_own() -> None:

@@ -187,9 +187,13 @@ class Program:
         return [statistics.median(each[1:]) for each in taken]
 
     def show_steps(self, tensors: Sequence[Tensor], show: Callable[[int, Sequence[Tensor], Tensor], None]) -> None:
-        """Run all steps in Python. After each call ``show(number, inputs, result)``, while its tensors are there."""
+        """Run all steps in Python. After each call ``show(number, inputs, result)``, while its tensors are there.
+
+        Of a residual that the result is written over, a copy is shown.
+        """
         self._check(tensors)
-        self._in_frame(tensors, [call.shown(number, show) for number, call in enumerate(self._calls)])
+        calls = enumerate(self._calls)
+        self._in_frame(tensors, [call.shown(number, show, call.output in self.over) for number, call in calls])
 
     def _in_frame(self, tensors: Sequence[Tensor], calls: Sequence[_Call] | None = None) -> Any:
         """Run the steps, or ``calls`` in their place, with an arena that no other call uses."""
@@ -307,13 +311,17 @@ class _Call:
         call.run = timed_run
         return call
 
-    def shown(self, number: int, show: Callable[[int, Sequence[Tensor], Tensor], None]) -> _Call:
-        """The same, which shows what each run read and gave, as step ``number``."""
+    def shown(self, number: int, show: Callable[[int, Sequence[Tensor], Tensor], None], is_over: bool) -> _Call:
+        """The same, which shows what each run read and gave, as step ``number``.
+
+        With ``is_over`` the last input may be gone then, and a copy of it is shown.
+        """
         run, call, count = self.run, copy.copy(self), len(self.inputs)
 
         def shown_run(*tensors: Tensor) -> Any:
+            inputs = (*tensors[: count - 1], tensors[count - 1].clone()) if is_over else tensors[:count]
             found = run(*tensors)
-            show(number, tensors[:count], tensors[-1] if len(tensors) > count else found)
+            show(number, inputs, tensors[-1] if len(tensors) > count else found)
             return found
 
         call.run = shown_run
