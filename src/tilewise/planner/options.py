@@ -53,7 +53,7 @@ class Options:
     ``batch_sizes`` says which micro-batches are tried (mu-cuDNN III-D): ``undivided``, ``powers_of_two`` or ``all``.
     ``rigor`` is ``estimate`` (roofline only), ``measure``, ``patient`` (nothing pruned) or ``wisdom_only``.
     ``deterministic`` allows only bitwise repeatable configs. ``error_limit`` bounds the relative L2 error (``None``:
-    1e-5 in fp32, twice torch's own otherwise); ``strict`` bounds the spread of an outlier's error the same way.
+    1e-5 in fp32, twice torch's own otherwise); ``strict`` keeps that limit for results next to outliers, too.
     ``cuda_graphs``: the layers are replayed from CUDA graphs, so that launching them costs nothing. ``exclude`` names
     solvers and splits that no plan may use, neither whole nor as a part nor inside another solver; it is kept sorted.
     Torch's own choice, ``aten``, is still measured to compare with when it is left out. ``share_with`` names devices,

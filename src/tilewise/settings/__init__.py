@@ -197,7 +197,7 @@ class Settings:
         default=False,
         metadata=about(
             Flag(),
-            "With ``training=False``, you promise that weights stay.",
+            "With ``training=False``, promise that weights will not change.",
             "What is computed from them is then kept on a GPU, too, and nothing is compared: only another memory or "
             "version counter of a weight is seen, no writes through ``weight.data`` or a NumPy view.",
         ),
@@ -232,7 +232,7 @@ class Settings:
         default=False,
         metadata=about(
             Flag(),
-            "Hold the spread of an outlier's error to the error limit, too.",
+            "Keep the error limit for results next to outliers, too.",
             variable="TILEWISE_STRICT",
         ),
     )
@@ -269,7 +269,7 @@ class Settings:
         default="plan",
         metadata=about(
             Choice(get_args(Unplanned)),
-            "What a shape does that is seen later.",
+            "What happens with a shape that first appears later.",
             'It is planned on sight (``"plan"``) or left to torch (``"torch"``). Nothing is planned on sight while a '
             "CUDA graph is captured, under ``torch.compile``, or in one of several ranks.",
         ),
@@ -307,7 +307,7 @@ class Settings:
         default=MOST_PLANS,
         metadata=about(
             Count(MOST_PLANS),
-            "Problems planned at most.",
+            "How many problems are planned at most.",
             "Torch computes what is new after that.",
             variable="TILEWISE_MOST_PLANS",
         ),
@@ -328,8 +328,8 @@ class Settings:
         default=0.02,
         metadata=about(
             Share(),
-            "While a program goes on, the share of its time for planning between steps.",
-            "What a turn takes too much is paid back before the next one.",
+            "The share of a program's time that planning may take between its steps.",
+            "A turn that takes longer is made up for before the next one.",
             variable="TILEWISE_BACKGROUND_SHARE",
         ),
     )
