@@ -113,6 +113,7 @@ def loaded(model: Path, result: Path, **variables: str) -> tuple[set[str], str]:
     return set(names), reason
 
 
+@pytest.mark.skipif(not EVERY, reason="compiles a module in C++ anew, for half a minute where cores are busy")
 def test_a_pack_of_an_exported_model_leaves_nothing_to_compile(tmp_path, kernels, monkeypatch):
     """In processes: it is packed, the pack is imported into an empty cache, and there the model is loaded and called.
 
