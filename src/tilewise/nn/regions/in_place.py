@@ -71,10 +71,15 @@ def timed_in_place(
 
 def steps_in_place(program: Program, tensors: Sequence[Tensor]) -> list[float]:
     """What each step of one program takes in its place, in milliseconds: the least median of :data:`PASSES` passes."""
-    once = sum(program.step_ms(tensors, 1))
-    rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(ROUNDS_MS / max(once, 1e-3))))
+    rounds = _rounds(program, tensors)
     passes = [program.step_ms(tensors, rounds) for _ in range(PASSES)]
     return [min(each) for each in zip(*passes, strict=True)]
+
+
+def _rounds(program: Program, tensors: Sequence[Tensor]) -> int:
+    """How often a program is run in one pass."""
+    once = sum(program.step_ms(tensors, 1))
+    return max(LEAST_ROUNDS, min(MOST_ROUNDS, int(ROUNDS_MS / max(once, 1e-3))))
 
 
 class _Timed:
@@ -94,8 +99,7 @@ class _Timed:
         """Time it, and put the time of each part's way into ``found`` where it is the least."""
         pause()
         if not self._rounds:
-            once = sum(self._program.step_ms(tensors, 1))
-            self._rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(ROUNDS_MS / max(once, 1e-3))))
+            self._rounds = _rounds(self._program, tensors)
         times = self._program.step_ms(tensors, self._rounds)
         for part, (way, step) in enumerate(zip(self._taken, self._steps, strict=True)):
             if step >= 0:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor, fx
 
+from tilewise.machine.turns import pause
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.programs.program import Program, where_expected
 from tilewise.nn.progress import Late, showing
@@ -125,13 +126,18 @@ def plan_region(
     if times.device.type == "cpu":  # a GPU's caches hold little from one layer to the next
         with showing(tell):
             region.time_in_place(times, tell)
-    chosen = _exact_enough(region, source, judge, lambda choice: region.planned(choice, fused), times)
+    chosen = _exact_enough(region, source, judge, lambda choice: region.planned(choice, fused), times, tell)
     chosen.program.use_native()  # where it cannot, it runs step by step from Python and says why
     return chosen
 
 
 def _exact_enough(
-    region: _Region, source: Plans, judge: Judge, planned: Callable[[Choice], Planning], times: Times
+    region: _Region,
+    source: Plans,
+    judge: Judge,
+    planned: Callable[[Choice], Planning],
+    times: Times,
+    tell: Late | None,
 ) -> Planning:
     """The fastest choice whose whole is exact enough; where none is found, that with the least error times time.
 
@@ -157,7 +163,7 @@ def _exact_enough(
             excess = judge(found.program)
             tried.append((excess * choice.ms, found))
             if excess > 1.0 and not rounds:
-                region.learn_errors(choice, source, times)
+                region.learn_errors(choice, source, times, tell)
             squares = region.squares(choice)
             limits.note(squares, excess)
             if excess <= 1.0 and (best is None or choice.ms < best[0].ms):
@@ -238,12 +244,14 @@ class _Region:
                 changed = True
         return changed
 
-    def learn_errors(self, choice: Choice, source: Plans, times: Times) -> None:
+    def learn_errors(self, choice: Choice, source: Plans, times: Times, tell: Late | None) -> None:
         """Find out how errors grow, and what plans err in their place; add plans where the errors of a choice count."""
         self.weigh()
-        self.measure_errors(times)
+        with showing(tell):
+            self.measure_errors(times, tell)
         self.add_kinds(choice, source)
-        self.measure_errors(times, timed=times.device.type == "cpu")
+        with showing(tell):
+            self.measure_errors(times, tell, timed=times.device.type == "cpu")
 
     def weigh(self) -> None:
         """From now on count each part's errors as they grow until the region's results, where that can be derived."""
@@ -252,13 +260,18 @@ class _Region:
         if gains is not None:
             self._gains = [gains.get(unit.node, 1.0) for unit in self._units]
 
-    def measure_errors(self, times: Times, *, timed: bool = False) -> None:
+    def measure_errors(self, times: Times, tell: Late | None, *, timed: bool = False) -> None:
         """Measure the errors of all ways by plans where they run, in as many programs as a layer has such ways.
 
-        With ``timed`` their times as well. Of plans that compute several layers at once the errors of checks stay.
+        With ``timed`` their times as well; ``tell`` hears how many programs there are. Of plans that compute several
+        layers at once the errors of checks stay.
         """
         tensors = where_expected(self._tensors)
-        while any(_unmeasured(unit, ways) for unit, ways in zip(self._units, self._ways, strict=True)):
+        total = max(map(len, map(_unmeasured, self._units, self._ways)))
+        for done in range(total):
+            pause()
+            if tell is not None:
+                tell(done, total, "")
             allowed = [
                 _unmeasured(unit, ways)[:1] or plain_ways(ways) or range(len(ways))
                 for unit, ways in zip(self._units, self._ways, strict=True)

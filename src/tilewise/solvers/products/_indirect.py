@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tilewise.kernels.cpu.channels_last.told import INDIRECT, NUMBERS
+from tilewise.kernels.cpu.channels_last.told import AHEAD, INDIRECT, NUMBERS, UNROLLED
 from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem
@@ -61,9 +61,9 @@ FAR = 1 << 20
 """Bytes of results from which on they are no longer in a core's cache when they are written again."""
 DEEP = 512
 """Channels from which on sums are made block by block."""
-AHEAD, AHEAD_BYTES, AHEAD_TILES = 128, 1 << 18, 16
-"""In each pass over four channels up to so many bytes of the next panel are prefetched, where a unit reads filters of
-so many bytes for so many tiles at the most: with more tiles there is less to wait for."""
+AHEAD_BYTES, AHEAD_TILES = 1 << 18, 16
+"""The next panel is prefetched where a unit reads filters of so many bytes, for so many tiles at the most: with more
+tiles there is less to wait for."""
 ENTRY = 2
 """Time to write an entry of a table, in products of vectors."""
 BEGIN = 12
@@ -192,12 +192,12 @@ class Division(Panels):
 
     @property
     def ahead(self) -> int:
-        """Bytes of the next panel that are prefetched in each pass over four channels; 0 where none are.
+        """Bytes of the next panel that are prefetched in each pass of the inner loop; 0 where none are.
 
         All tiles of a panel prefetch the next one together, as far as these passes suffice.
         """
         own = self.panel_bytes * -(-self.panels // self.panel_parts)
-        passes = self.unit_tiles * self.p.taps * (self.channels // 4)
+        passes = self.unit_tiles * self.p.taps * (self.channels // UNROLLED)
         if self.lines or not passes or own < AHEAD_BYTES or self.unit_tiles > AHEAD_TILES:
             return 0
         return min(AHEAD, -(-self.panel_bytes // passes))

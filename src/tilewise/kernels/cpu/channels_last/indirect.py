@@ -19,8 +19,8 @@ import functools
 from collections.abc import Callable
 
 from tilewise.kernels.cpu.channels_last.loops import PLACE, copied, interleaved, put
-from tilewise.kernels.cpu.channels_last.tiles import UNROLLED
 from tilewise.kernels.cpu.channels_last.told import INDIRECT as OF
+from tilewise.kernels.cpu.channels_last.told import UNROLLED
 from tilewise.kernels.cpu.units import over_units
 from tilewise.kernels.cpu.vectors import NUMBER, compiled, pointer_call
 
@@ -267,36 +267,13 @@ def _panel(lanes: int) -> Callable[..., tuple[int, int, int, int]]:
 
 
 @functools.cache
-def panels(lanes: int) -> Callable[..., None]:
+def panels(lanes: int, ahead: bool = False) -> Callable[..., None]:
     """Makes ``(v, w, scratch, group, first, last, taps, depth, tiles, entries)``, which computes panels of a unit.
 
     It computes ``tiles`` tiles. Each has ``entries`` entries in the table of what is read.
-    """
-    tile, prepared = pointer_call(), _panel(lanes)
 
-    @compiled(lanes)
-    def run(v, w, scratch, group, first, last, taps, depth, tiles, entries):
-        rows = v[ROWS]
-        outs = scratch + v[TABLE]
-        others = outs + tiles * rows * PLACE if v[RESIDUAL] else 0
-        for panel in range(first, last):
-            kernel, shift, bias, valid = prepared(v, scratch, group, panel)
-            filters = w + group * v[GROUP_BYTES] + panel * v[PANEL_BYTES]
-            for i in range(tiles):
-                place = i * rows * PLACE
-                second = others + place if v[RESIDUAL] else 0
-                table = scratch + i * entries * PLACE
-                tile(kernel, table, taps, depth, filters, outs + place, second, shift, bias, valid)
-
-    return run
-
-
-@functools.cache
-def _panels_ahead(lanes: int) -> Callable[..., None]:
-    """As :func:`panels`, by tiles that prefetch the next panel, each as much as its own passes have time for.
-
-    A large panel comes from memory while the first tile computes with it, which waits. So all tiles of a panel read the
-    next one ahead. The first panel of a unit comes as it did.
+    With ``ahead`` tiles prefetch the next panel, each as much as its own passes have time for. A large panel comes from
+    memory while the first tile computes with it, which waits. The first panel of a unit comes as it did.
     """
     tile, prepared = pointer_call(), _panel(lanes)
 
@@ -313,8 +290,11 @@ def _panels_ahead(lanes: int) -> Callable[..., None]:
                 place = i * rows * PLACE
                 second = others + place if v[RESIDUAL] else 0
                 table = scratch + i * entries * PLACE
-                tile(kernel, table, taps, depth, filters, outs + place, second, shift, bias, valid, later, step)
-                later += piece if step else 0
+                if ahead:
+                    tile(kernel, table, taps, depth, filters, outs + place, second, shift, bias, valid, later, step)
+                    later += piece if step else 0
+                else:
+                    tile(kernel, table, taps, depth, filters, outs + place, second, shift, bias, valid)
 
     return run
 
@@ -323,7 +303,7 @@ def _panels_ahead(lanes: int) -> Callable[..., None]:
 def _unit(lanes: int) -> Callable[..., None]:
     """Makes ``(x, w, y, v, scratch, unit)``, which computes one unit of work."""
     tables, compute, strip, strip_tables = _tables(), panels(lanes), _strip(lanes), _strip_tables()
-    one_tap, inside, compute_ahead = _tables_of_one_tap(), _is_inside(), _panels_ahead(lanes)
+    one_tap, inside, compute_ahead = _tables_of_one_tap(), _is_inside(), panels(lanes, ahead=True)
 
     @compiled(lanes)
     def run(x, w, y, v, scratch, unit):

@@ -14,19 +14,15 @@ from llvmlite import ir
 from tilewise.kernels.cpu.channels_last.finishing import stored
 from tilewise.kernels.cpu.channels_last.interleaving import apart, permuted, repeated, together
 from tilewise.kernels.cpu.channels_last.loops import PLACE, advanced, constant, looped, number, variable
-from tilewise.kernels.cpu.channels_last.told import word_of
+from tilewise.kernels.cpu.channels_last.told import AHEAD, UNROLLED, word_of
 from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, intrinsic_of, named
 
-__all__ = ["AHEAD", "UNROLLED", "WORDS", "tile", "written"]
+__all__ = ["WORDS", "tile", "written"]
 
 WORDS = 9
 """The number of integers that :func:`tile` takes; with ``ahead`` two more."""
 LINE = 64
 """Bytes of a line of a cache."""
-UNROLLED = 4
-"""Channels that are multiplied in one pass of the inner loop."""
-AHEAD = 128
-"""Bytes that are prefetched in such a pass, where any are."""
 PASSES = 64
 """Passes after which ``deep`` tiles add their sums to totals."""
 

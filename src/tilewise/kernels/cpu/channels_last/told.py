@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 __all__ = [
-    "INDIRECT", "JOINED", "JOINED_NUMBERS", "NUMBERS", "PIXELS", "SEPARABLE", "SEPARABLE_NUMBERS",
+    "AHEAD", "INDIRECT", "JOINED", "JOINED_NUMBERS", "NUMBERS", "PIXELS", "SEPARABLE", "SEPARABLE_NUMBERS", "UNROLLED",
     "WINOGRAD", "WINOGRAD_NUMBERS", "places", "word_of",
 ]  # fmt: skip
+
+UNROLLED = 4
+"""Channels that tiles multiply in one pass of the inner loop."""
+AHEAD = 128
+"""Bytes of the next panel that tiles prefetch in such a pass, where they prefetch any."""
 
 
 def word_of(activation: str) -> str:
