@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ import tilewise
 from tilewise import Planner
 from tilewise.machine.device import conv_precision
 from tilewise.machine.torch_state import framework_flags
+from tilewise.nn.programs.program import Program
+from tilewise.nn.regions.exactness.local import local_errors
 from tilewise.nn.regions.forward import regional_of
 
 pytestmark = pytest.mark.gpu
@@ -93,6 +95,28 @@ def test_a_region_is_right(dtype: torch.dtype, graphs: str, precision: str) -> N
     right(model, plain, x)
     right(model, plain, images(dtype) + 1)
     assert not regional.without, precision
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plans_errors_are_measured_in_their_place(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are where no program is exact enough; here nothing can be."""
+    found: list[dict[int, float]] = []
+
+    def noted(program: Program, tensors: Sequence[torch.Tensor]) -> dict[int, float]:
+        found.append(local_errors(program, tensors))
+        return found[-1]
+
+    monkeypatch.setattr("tilewise.nn.regions.region.local_errors", noted)
+    monkeypatch.setattr("tilewise.nn.regions.choose.RegionPlanner._error_limit", lambda *_, **__: 1e-12)
+    plain, x = network(dtype), images(dtype)
+    with framework_flags("cuda", "ieee", deterministic=False):
+        model = tilewise.optimize(copy.deepcopy(plain), x, planner=Planner(), graphs="never", **OPTIONS)
+        (region,) = tilewise.nn.report(model).regions
+        assert not region.kept
+        torch.testing.assert_close(model(x), plain(x))
+    least, most = (1e-9, 2e-6) if dtype == torch.float32 else (1e-4, 4e-3)
+    assert len(found[0]) >= 5
+    assert all(least < error < most for each in found for error in each.values()), found
 
 
 def test_changed_weights_are_seen(graphs: str) -> None:
