@@ -10,7 +10,8 @@ smaller ones. What an earlier run on this machine left in the result's file is k
 of some minutes (``seconds``) come to all of them (``sample=8232``). A configuration that failed is black in the picture
 and named in the facts. ``ahead`` configurations are planned together, so that kernels are compiled while others are
 measured. Several GPUs of one kind measure side by side: one process each, with ``--device cuda:1``, a ``--label`` and
-``part=1/2``. A run takes the rows of those beside it that measured in the same way, so a last one has all.
+``part=1/2``, or ``part=1+2/3`` where one has more time than another. A run takes the rows of those beside it that
+measured in the same way, so a last one has all.
 """
 
 from __future__ import annotations
@@ -147,13 +148,15 @@ def _earlier(settings: Settings) -> tuple[dict[str, Row], dict[str, dict[str, An
 
 def _share(settings: Settings, waiting: list[Configuration]) -> list[Configuration]:
     """Those that this process measures, of all that wait: some of every kernel size. Raises :class:`BadInput`."""
-    number, _, count = settings.text("part").partition("/")
-    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+    numbers, _, count = settings.text("part").partition("/")
+    parts = numbers.split("+")
+    if not (count.isdecimal() and all(part.isdecimal() and int(part) < int(count) for part in parts)):
         raise BadInput(
-            f"part={settings.text('part')!r}: 0/2 for the first of two processes, 1/2 for the other would do"
+            f"part={settings.text('part')!r}: 0/2 for the first of two processes, 1/2 for the other would do, "
+            "and 1+2/3 for one that measures twice as much as the first"
         )
-    kernels = len(settings.integers("kernels"))
-    return [each for place, each in enumerate(waiting) if place // kernels % int(count) == int(number)]
+    wanted, kernels = {int(part) for part in parts}, len(settings.integers("kernels"))
+    return [each for place, each in enumerate(waiting) if place // kernels % int(count) in wanted]
 
 
 def _plan(settings: Settings, planner: Planner, several: list[Configuration]) -> None:

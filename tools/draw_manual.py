@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools.draw_figures import figures
 from tools.svg import LINE, Drawing
 
 from tilewise.notation import parse_layer
@@ -406,7 +407,9 @@ def _recorded_step(drawing: Drawing, row: dict[str, Any], y: float) -> float:
     return y + 98
 
 
-DRAWN: dict[str, Callable[[], Drawing]] = {"planning": planning, "front": front, "tiles": tiles, "timeline": timeline}
+DRAWN: dict[str, Callable[[], Drawing]] = {
+    "planning": planning, "front": front, "tiles": tiles, "timeline": timeline, "fbfft": figures,
+}  # fmt: skip
 """The pictures by the names of their files."""
 
 

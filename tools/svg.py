@@ -18,13 +18,16 @@ STYLE = """
   .front { fill: none; stroke: #2563c9; stroke-width: 2 } .limit { fill: none; stroke: #b45309; stroke-width: 1.5 }
   .dashed { stroke-dasharray: 5 4 } .again { fill: #ffffff; stroke: #2563c9; stroke-width: 1.5 }
   .pale { fill: #dbe6f8 } .on { fill: #ffffff } .warn { fill: #b45309 } .head { fill: #5b6472 }
+  .heat1 { fill: #cfe0fa } .heat2 { fill: #9cbdf2 } .heat3 { fill: #5f93e6 } .heat4 { fill: #2563c9 }
+  .heat5 { fill: #123a80 }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6e9ee } .dim { fill: #9aa4b2 }
     .card { fill: #15181d; stroke: #30363f } .box { fill: #1e232a; stroke: #3d4651 }
     .torch { fill: #566173 } .ours { fill: #6ea0f5 } .loss { fill: #f0a04b } .halo { fill: #b97b22 }
     .line { stroke: #9aa4b2 } .axis { stroke: #3d4651 } .front { stroke: #6ea0f5 } .limit { stroke: #f0a04b }
     .again { fill: #15181d; stroke: #6ea0f5 } .pale { fill: #233555 } .on { fill: #15181d } .warn { fill: #f0a04b }
-    .head { fill: #9aa4b2 }
+    .head { fill: #9aa4b2 } .heat1 { fill: #223a63 } .heat2 { fill: #2d559a } .heat3 { fill: #4479d0 }
+    .heat4 { fill: #7fabf5 } .heat5 { fill: #cfe0fb }
   }
 """
 

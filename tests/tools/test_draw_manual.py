@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from tools.draw_figures import cells_of, shade_of
 from tools.svg import Drawing
 
 from tilewise.notation import parse_layer
@@ -79,3 +80,14 @@ def test_words_are_escaped() -> None:
     root = ElementTree.fromstring(str(drawing))
     assert root.attrib["aria-label"] == 'a "b" <c>'
     assert root.findtext(f"{SVG}text") == "x < y & z"
+
+
+def test_cells_hold_geometric_means_of_their_rows() -> None:
+    sizes = {"kernel": 3, "output size": 8, "device_ms": 1.0}
+    rows = [
+        {"details": {**sizes, "problem size": problem, "torch_device_ms": ms}}
+        for problem, ms in ((64, 2.0), (127, 8.0), (256, 0.5))
+    ]
+    other = {"details": {**sizes, "kernel": 5, "problem size": 64, "torch_device_ms": 9.0}}
+    assert cells_of([*rows, other], 3) == {(8, 3): pytest.approx(4.0), (8, 4): 0.5}
+    assert [shade_of(speedup) for speedup in (0.5, 4.0)] == ["loss", "heat4"]
