@@ -16,7 +16,7 @@ from torch.nn import functional
 from tilewise import solvers
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.programs.program import Program
-from tilewise.nn.regions import region
+from tilewise.nn.regions import in_place, region
 from tilewise.nn.regions.exactness.local import local_errors
 from tilewise.nn.regions.layouts import Way
 from tilewise.nn.regions.region import Planning, plan_region
@@ -257,6 +257,31 @@ def test_ways_get_the_times_of_their_places(monkeypatch: pytest.MonkeyPatch) -> 
     timed = [way for ways in seen for way in ways if isinstance(way.what, Planned)]
     assert len(timed) >= 4
     assert all(way.ms not in (0.001, 0.002) and 0 < way.ms < 1e3 for way in timed)
+
+
+def test_a_program_timed_at_a_slow_moment_costs_no_way_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large programs each is timed once: the best two ways of each part are timed again, and the least counts."""
+    model, x = net(), images()
+    seen: list[tuple[Way, ...]] = []
+    original, step_ms = region.timed_in_place, Program.step_ms
+    first: list[Program] = []
+
+    def slow_at_first(program: Program, *given: Any) -> list[float]:
+        first.append(program)
+        return [ms + 50.0 * (program is first[0]) for ms in step_ms(program, *given)]
+
+    def spied(*given: Any) -> Any:
+        seen.extend(original(*given))
+        return seen
+
+    monkeypatch.setattr(Program, "step_ms", slow_at_first)
+    monkeypatch.setattr(region, "timed_in_place", spied)
+    monkeypatch.setattr(in_place, "HELD_BYTES", 0)
+    monkeypatch.setattr(in_place, "NEAR", math.inf)
+    plan_region(trace(model, (x,), {}), [x], Plans(), lambda program: 0.0, Times(torch.device("cpu")), Weights.FROZEN)
+    timed = [way.ms for ways in seen for way in ways if isinstance(way.what, Planned)]
+    assert len(timed) >= 4
+    assert max(timed) < 50.0
 
 
 def test_steps_are_timed_from_python_too(monkeypatch: pytest.MonkeyPatch) -> None:

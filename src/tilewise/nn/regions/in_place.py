@@ -8,7 +8,7 @@ several layers at once are timed in programs of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -29,7 +29,10 @@ The least median of the passes counts."""
 ROUNDS_MS, LEAST_ROUNDS, MOST_ROUNDS = 150.0, 3, 11
 """In each pass a program is run for so many milliseconds, so often at least and at the most."""
 HELD_BYTES = 1 << 30
-"""Programs that take more together are timed in one pass, each let go before the next is made. Their steps are long."""
+"""Programs that take more together are timed in one pass, each let go before the next is made."""
+NEAR = 1.25
+"""Then the two best ways of each part are timed once more, where the second takes at most so many times the first: a
+second in which the machine was slow must not cost a program's ways their place."""
 
 Built = Callable[[Sequence[Sequence[int]]], tuple[Program, Sequence[int], Sequence[int]]]
 """``built(allowed)``, with the indices of the ways that each part may take: a program, the way that each part takes in
@@ -50,9 +53,10 @@ def timed_in_place(
     found: dict[tuple[int, int], float] = {}
     trials = [*_trials(units, ways), *_of_several(units, ways)]
     held: list[_Timed] = []
+    count = len(trials)
     for done, allowed in enumerate(trials):
         if tell is not None:
-            tell(done, len(trials), "")
+            tell(done, count, "")
         fixed = {(part, each[0]) for part, each in enumerate(allowed) if units[part].kind == PRODUCT}
         if fixed <= found.keys():
             continue
@@ -63,9 +67,45 @@ def timed_in_place(
     for _ in range(PASSES - 1):
         for timed in held:
             timed.into(found, tensors)
+    if not held and count:
+        for done, allowed in enumerate(_best_again(units, _with_times(ways, found)), count):
+            if tell is not None:
+                tell(done, count + 2, "")
+            _Timed(*built(allowed)).into(found, tensors)
+    return _with_times(ways, found)
+
+
+def _with_times(ways: Sequence[tuple[Way, ...]], found: Mapping[tuple[int, int], float]) -> list[tuple[Way, ...]]:
+    """The ways with the times that were ``found``, by part and index."""
     return [
         tuple(replace(way, ms=found.get((part, index), way.ms)) for index, way in enumerate(each))
         for part, each in enumerate(ways)
+    ]
+
+
+def _best_again(units: Sequence[Unit], ways: Sequence[tuple[Way, ...]]) -> Iterator[list[Sequence[int]]]:
+    """The ways that parts may take in two programs: the best of each product, and the second best in its format.
+
+    Where there is none that is :data:`NEAR`, that is the best again.
+    """
+    options = [
+        _near(each) if unit.kind == PRODUCT else _in_layout(unit, each, -1)
+        for unit, each in zip(units, ways, strict=True)
+    ]
+    for number in (0, 1):
+        yield [
+            [each[min(number, len(each) - 1)]] if unit.kind == PRODUCT else each
+            for unit, each in zip(units, options, strict=True)
+        ]
+
+
+def _near(ways: Sequence[Way]) -> list[int]:
+    """The index of the fastest way that computes its part alone, and of those in its formats that are near."""
+    best, *others = sorted(plain_ways(ways) or range(len(ways)), key=lambda index: ways[index].ms)
+    alike = (ways[best].reads, ways[best].gives)
+    return [
+        best,
+        *(i for i in others if (ways[i].reads, ways[i].gives) == alike and ways[i].ms <= NEAR * ways[best].ms),
     ]
 
 
