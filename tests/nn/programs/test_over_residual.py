@@ -101,6 +101,43 @@ def test_solvers_that_read_the_residual_later_get_memory_of_their_own() -> None:
     assert float((program(x).double() - want).norm() / want.norm()) < 1e-6
 
 
+@pytest.mark.parametrize("seen", ["view", "alias"])
+def test_a_residual_that_the_layer_also_reads_through_another_slot_is_not_written_over(seen: str) -> None:
+    """y = relu(conv(a part of x) + x): while tiles are written, others still read x."""
+    pytest.importorskip("numba")
+    axes, last = (Axis(60, 3, 1, 1, 1, 1), Axis(50, 3, 1, 1, 1, 1)), ("channels_last",) * 3
+    stem = ConvProblem(Pass.FPROP, 1, 8, 8, axes, constant_weight=True, checked_weight=False, layouts=last)
+    adding = stem.changed(residual=True, activation="relu")
+    generator = torch.Generator("cpu").manual_seed(4)
+    weight = torch.randn(stem.shape("w"), generator=generator, dtype=torch.float32, device="cpu")
+    weight = weight.to(memory_format=torch.channels_last)
+    x = torch.randn(stem.shape("x"), generator=generator, dtype=torch.float32, device="cpu")
+    x = x.to(memory_format=torch.channels_last)
+    solver = get("indirect")
+    first, second = (
+        bind(Plan(p.key, "indirect", solver.version, next(iter(solver.configs(p)))), p, x, weight)
+        for p in (stem, adding)
+    )
+    like = (x.shape, x.stride(), torch.float32)
+    alias = Slot(*like) if seen == "alias" else Slot(*like, view_of=2)
+    slots = [Slot.like(x, "input"), Slot.like(weight, "constant"), Slot(*like), alias, Slot(*like)]
+    slots.append(Slot.like(x, "output"))
+    steps = [
+        Step("stem", (0, 1), 2, plan=first),
+        Step("block", (3, 1, 2), 4, plan=second),
+        Step("end", (4, 1), 5, plan=first),
+    ]
+    if seen == "alias":
+        steps.insert(1, Step("same", (2,), 3, run=lambda tensor: tensor.view(tensor.shape), returns_new=True))
+    program = Program(slots, steps, [0], [5])
+    assert program.over == {}
+    y = functional.conv2d(x.double(), weight.double(), padding=1)
+    want = functional.relu(functional.conv2d(y, weight.double(), padding=1) + y)
+    want = functional.conv2d(want, weight.double(), padding=1)
+    program.use_native()
+    assert float((program(x).double() - want).norm() / want.norm()) < 1e-6
+
+
 @settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12), st.integers(0, 5)), min_size=1, max_size=12), st.data()

@@ -329,19 +329,36 @@ class _Call:
 
 
 def _written_over(slots: Sequence[Slot], steps: Sequence[Step]) -> dict[int, int]:
-    """The slots of results that their plans may write over the residuals that they add, with the slots of these."""
+    """The slots of results that their plans may write over the residuals that they add, with the slots of these.
+
+    A step that reads its residual as another input too, or a part of it, would read what it has already written.
+    """
     found: dict[int, int] = {}
+    shows = _memory_shown(slots, steps)
     for step in steps:
         plan = step.plan
         if plan is None or not getattr(plan.problem, "residual", False):
             continue
         residual, result = step.inputs[-1], step.output
         one, other = slots[residual], slots[result]
-        whole = one.view_of is None and other.view_of is None and residual not in step.inputs[:-1]
+        read_otherwise = any(shows[index] & shows[residual] for index in step.inputs[:-1])
+        whole = one.view_of is None and other.view_of is None and not read_otherwise
         alike = (one.shape, one.strides, one.dtype) == (other.shape, other.strides, other.dtype)
         if whole and alike and writes_over_residual(plan.plan, plan.problem):
             found[result] = residual
     return found
+
+
+def _memory_shown(slots: Sequence[Slot], steps: Sequence[Step]) -> list[set[int]]:
+    """For each slot those whose memory it shows: its root, and what a step that returned that one may have returned."""
+    shown = [{root(slots, index)} for index in range(len(slots))]
+    for step in steps:
+        if step.may_alias:
+            more = set().union(*(shown[index] for index in step.inputs))
+            for index in range(len(slots)):
+                if root(slots, index) == step.output:
+                    shown[index] |= more
+    return shown
 
 
 def _what_computes(step: Step) -> str:
