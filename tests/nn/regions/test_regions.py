@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.nn.regions.kept import keep
 from torch import nn
 from torch.nn import functional
 
@@ -76,3 +77,30 @@ def test_a_hook_or_training_mode_is_named() -> None:
     block.norm.train()
     with pytest.raises(Untraceable, match="norm is in training mode"):
         trace(block, (x,), {})
+
+
+class Embedding(nn.Module):
+    """Patches of an image with an embedding of their places, which is as large as the patches are."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.patches, self.last, self.flat = nn.Conv2d(3, 8, 2, stride=2), nn.Conv2d(8, 4, 1), flat
+        self.places = nn.Parameter(torch.randn(1, 20, 8) if flat else torch.randn(1, 8, 4, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.patches(x)
+        if self.flat:
+            y = (y.flatten(2).transpose(1, 2) + self.places).transpose(1, 2).unflatten(2, y.shape[2:])
+        else:
+            y = y + self.places
+        return self.last(functional.relu(y))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_constant_may_be_added_to_a_layer(flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1, 3, 8, 10, dtype=torch.float32, device="cpu")
+    model = keep(monkeypatch, Embedding(flat).eval(), x)
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), Embedding.forward(model, x))
+            model.places.mul_(2.0)

@@ -292,15 +292,19 @@ def _of_channels(product: fx.Node, views: Sequence[fx.Node], other: fx.Node, nod
 
 
 def _fuse_residual(graph: fx.Graph, node: fx.Node) -> bool:
-    """Fuse a sum of two tensors of one shape into the later product among them, or the later that is viewed."""
+    """Fuse a sum of two tensors of one shape into the later product among them, or the later that is viewed.
+
+    A residual that is a constant, such as an embedding of positions, stays an operator's summand.
+    """
     alpha = node.kwargs.get("alpha", 1)
     if len(node.args) != 2 or alpha != 1 or set(node.kwargs) > {"alpha"}:
         return False
     order = {n: index for index, n in enumerate(graph.nodes)}
+    constant = constants_of(graph)
     sides = [(a, b) for a, b in (node.args, node.args[::-1]) if isinstance(a, fx.Node) and isinstance(b, fx.Node)]
     for value, other in sorted(sides, key=lambda side: -order[side[0]]):
         product, views = _product_behind_views(value, node)
-        if product is None or product.args[3] is not None or value is other:
+        if product is None or product.args[3] is not None or value is other or other in constant:
             continue
         result, given, own = tensor_of(node), tensor_of(other), tensor_of(value)
         if result is None or given is None or own is None or product in before(other):
