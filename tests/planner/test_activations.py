@@ -92,7 +92,9 @@ def test_parts_have_the_activation_of_the_whole(split: str, sizes: tuple[int, ..
 
 def test_who_applies_it() -> None:
     p = GemmProblem(4, 5, 6, "NT", bias=True, activation="relu")
-    assert execute.activates(by(p, "onednn_gemm"), p)
+    tanh = replace(p, activation="tanh")
+    assert execute.activates(by(tanh, "onednn_gemm"), tanh)
+    assert not execute.activates(by(p, "onednn_gemm"), p), "it would make 0 of a NaN"
     assert not execute.activates(by(p, "aten_gemm"), p)
     assert not execute.activates(by(p, "split_k_gemm", Config(splits=2)), p)
     gpu = replace(p, device="cuda:Some GPU")
@@ -101,6 +103,26 @@ def test_who_applies_it() -> None:
     assert lt.does_activate(gpu, Config())
     assert lt.does_activate(replace(gpu, activation="gelu_tanh"), Config())
     assert not lt.does_activate(replace(gpu, activation="gelu"), Config())
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_stays(activation: str) -> None:
+    """A broken number shows in the results that it belongs to, by whatever solver on a CPU, and in no others."""
+    p = GemmProblem(17, 40, 33, "NT", bias=True, activation=activation)
+    ran = 0
+    for solver in solvers.solving(p):
+        if isinstance(solver, Split) or solver.why_not(p):
+            continue
+        for c in list(solver.configs(p))[:2]:
+            a, b = (fill(memory_of(p, role)[0], i) for i, role in enumerate("ab"))
+            bias = fill(torch.empty(p.n, dtype=torch.float32, device="cpu"), 3)
+            a[2, 5] = bias[7] = math.nan
+            got = execute.bind(by(p, solver.name, c), p, a, b)(a, b, bias)
+            want = torch.zeros(p.shape("c"), dtype=torch.bool)
+            want[2] = want[:, 7] = True
+            assert torch.equal(got.isnan(), want), (solver.name, c)
+            ran += 1
+    assert ran >= 2
 
 
 def test_a_bias_that_the_problem_does_not_have_is_refused() -> None:

@@ -11,14 +11,16 @@ from tilewise.solvers.gemm._product import ProductSolver, multiplied
 
 POINTWISE = {
     "none": ("none", ""),
-    "relu": ("relu", ""),
     "gelu": ("gelu", "none"),
     "gelu_tanh": ("gelu", "tanh"),
     "silu": ("swish", ""),
     "tanh": ("tanh", ""),
     "sigmoid": ("sigmoid", ""),
 }
-"""Activations by the names that the operator has for them: the operation, and its algorithm."""
+"""Activations by the names that the operator has for them: the operation, and its algorithm.
+
+ReLU is not among them: oneDNN makes 0 of a NaN, which torch keeps.
+"""
 
 
 class OneDNNGemm(ProductSolver):
@@ -27,7 +29,7 @@ class OneDNNGemm(ProductSolver):
     It takes operands with either dimension contiguous. torch's products of 16-bit types are oneDNN's already.
     """
 
-    name, version = "onednn_gemm", 1
+    name, version = "onednn_gemm", 2
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
     own_output = True
