@@ -104,3 +104,38 @@ def test_a_constant_may_be_added_to_a_layer(flat: bool, monkeypatch: pytest.Monk
         with torch.no_grad():
             torch.testing.assert_close(model(x), Embedding.forward(model, x))
             model.places.mul_(2.0)
+
+
+RESULTS = {
+    "input": lambda y, x: (y, x.clone()),
+    "part of the input": lambda y, x: (x[:, 1:].clone(), y),
+    "twice": lambda y, x: (y, y.clone(), y.contiguous(memory_format=torch.channels_last)),
+    "whole and part": lambda y, x: (y[:, :2].clone(), y),
+    "parts": lambda y, x: tuple(part.clone() for part in y.split([3, 5], 1)),
+    "part": lambda y, x: y[:, 2:5, 1:].clone(),
+}
+
+
+class Copying(nn.Module):
+    """Returns copies, in one of the ways of :data:`RESULTS`."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.way = nn.Conv2d(3, 8, 3, padding=1), way
+
+    def forward(self, x: torch.Tensor) -> object:
+        return RESULTS[self.way](functional.relu(self.layer(x)), x)
+
+
+@pytest.mark.parametrize("way", RESULTS)
+def test_results_that_are_copies_share_no_memory(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 3, 5, 6, dtype=torch.float32, device="cpu")
+    model = keep(monkeypatch, Copying(way).eval(), x)
+    with torch.no_grad():
+        found, wanted = model(x), Copying.forward(model, x)
+    torch.testing.assert_close(found, wanted)
+    tensors = found if isinstance(found, tuple) else (found,)
+    expected = wanted if isinstance(wanted, tuple) else (wanted,)
+    assert [t.stride() for t in tensors] == [t.stride() for t in expected]
+    places = {t.untyped_storage().data_ptr() for t in (*tensors, x)}
+    assert len(places) == len(tensors) + 1

@@ -17,8 +17,8 @@ from torch import fx
 from tilewise.nn.regions import fused
 from tilewise.nn.regions.joins import join
 from tilewise.nn.regions.operators import NORMS, activation_of, constants_of, norm_constants, tensor_of
-from tilewise.nn.regions.trace import before
-from tilewise.nn.regions.units import formats
+from tilewise.nn.regions.trace import before, root_of
+from tilewise.nn.regions.units import formats, normal
 
 __all__ = ["rewrite"]
 
@@ -34,6 +34,8 @@ library's product with a sum behind it takes as long as a convolution that adds.
 
 def rewrite(graph: fx.Graph) -> int:
     """Fold and fuse in ``graph``, in place. Returns the number of operators that were folded or fused."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    wanted = [tensor_of(node) for node in output.args[0]]
     _simplify(graph)
     _constants_first(graph)
     _mark(graph)
@@ -47,8 +49,28 @@ def rewrite(graph: fx.Graph) -> int:
         count += done
     count += join(graph)
     _dropped(graph)
+    _copy_results(graph, output, wanted)
     graph.lint()
     return count
+
+
+def _copy_results(graph: fx.Graph, output: fx.Node, wanted: Sequence[torch.Tensor | None]) -> None:
+    """Copy results that would be an input, share memory with one another, or lie otherwise than ``wanted``.
+
+    No result did before copies were left out, whose callers may write into one and read the other.
+    """
+    seen: set[fx.Node] = set()
+    results: list[fx.Node] = []
+    for node, value in zip(output.args[0], wanted, strict=True):  # type: ignore[arg-type]
+        base, own = root_of(node), tensor_of(node)
+        lies = value is None or own is None or normal(own.shape, own.stride()) == normal(value.shape, value.stride())
+        if base.op == "placeholder" or base in seen or not lies:
+            with graph.inserting_before(output):
+                node = graph.call_function(aten.clone.default, (node,))
+            node.meta["val"] = value
+        seen.add(base)
+        results.append(node)
+    output.args = (results,)
 
 
 def _constants_first(graph: fx.Graph) -> None:
