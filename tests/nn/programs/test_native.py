@@ -174,6 +174,28 @@ def test_an_error_names_its_step_and_the_next_call_works() -> None:
     assert torch.equal(program(x), x.tanh().tanh())
 
 
+@pytest.mark.parametrize("number", [2, 2.5, -3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+def test_a_number_stands_for_a_tensor(number: float, dtype: torch.dtype) -> None:
+    """As in x + 1, which torch writes as the sum of two tensors; it has no say in the result's type."""
+    x = torch.arange(-2, 2, device="cpu").to(dtype)
+    want = x * number
+    kept, new = (Operator(overload, (Place(0), number)) for overload in (aten.mul.Tensor, aten.add.Tensor))
+    slots = [Slot.like(x, "input"), Slot.like(want), Slot.like(want, "output")]
+    program = native(
+        Program(slots, [Step("mul", (0,), 1, operator=kept), Step("add", (1,), 2, operator=new)], [0], [2])
+    )
+    assert torch.equal(program(x), want + number)
+    assert program(x).dtype is want.dtype
+
+
+def test_what_is_no_number_does_not_stand_for_a_tensor() -> None:
+    x = torch.ones(4, dtype=torch.float32, device="cpu")
+    step = Step("mul", (0,), 1, operator=Operator(aten.mul.Tensor, (Place(0), "2")))
+    program = Program([Slot.like(x, "input"), Slot.like(x, "output")], [step], [0], [1])
+    assert "an argument is a str: a tensor would do" in program.use_native()
+
+
 def test_an_operators_error_is_torchs_own() -> None:
     product = Operator(aten.mm.default, (Place(0), Place(1)))
     slots = [Slot((2, 3), (3, 1), torch.float32, "input"), Slot((2, 3), (3, 1), torch.float32, "output")]

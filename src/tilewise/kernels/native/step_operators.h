@@ -4,6 +4,7 @@
 
 #include "step_values.h"
 
+#include <ATen/ScalarOps.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
@@ -94,14 +95,22 @@ double real(PyObject* object) {
   return number;
 }
 
+// A number where the operator takes a tensor, as in x + 1. Such a tensor has no say in the result's type, as in torch.
+Tensor of_number(PyObject* object) {
+  const bool is_whole = PyLong_Check(object) && !PyBool_Check(object);
+  TORCH_CHECK_TYPE(is_whole || PyFloat_Check(object), "an argument is a ", Py_TYPE(object)->tp_name, ": a tensor would do");
+  Tensor number = c10::scalar_to_tensor(is_whole ? at::Scalar(whole(object)) : at::Scalar(real(object)));
+  number.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return number;
+}
+
 // A constant argument of a type of the operator's schema.
 c10::IValue constant_of(PyObject* object, const c10::Type& type, int32_t times) {
   switch (type.kind()) {
     case c10::TypeKind::OptionalType:
       return object == Py_None ? c10::IValue() : constant_of(object, *type.castRaw<c10::OptionalType>()->getElementType(), times);
     case c10::TypeKind::TensorType:
-      TORCH_CHECK_TYPE(THPVariable_Check(object), "an argument is a ", Py_TYPE(object)->tp_name, ": a tensor would do");
-      return THPVariable_Unpack(object);
+      return THPVariable_Check(object) ? THPVariable_Unpack(object) : of_number(object);
     case c10::TypeKind::BoolType:
       TORCH_CHECK_TYPE(PyBool_Check(object), "an argument is a ", Py_TYPE(object)->tp_name, ": a bool would do");
       return object == Py_True;
