@@ -89,7 +89,7 @@ class Program:
         uses = [Use(step.inputs, step.output, step.may_alias) for step in self.steps]
         lives = lives_of([slot.nbytes for slot in self.slots], roots, uses, self.outputs)
         kept = {i: life for i, life in lives.items() if i in written and i not in results and i not in self.new}
-        self.over = _written_over(self.slots, self.steps)
+        self.over = _written_over(self.slots, self.steps, roots)
         """Slots whose results may be written over the residuals that they add, and these slots."""
         self.offsets, self.arena_bytes = packed(kept, over=self.over)
         self.least_bytes, self.separate_bytes = most_at_once(kept), sum(life.size for life in kept.values())
@@ -328,13 +328,13 @@ class _Call:
         return call
 
 
-def _written_over(slots: Sequence[Slot], steps: Sequence[Step]) -> dict[int, int]:
+def _written_over(slots: Sequence[Slot], steps: Sequence[Step], roots: Sequence[int]) -> dict[int, int]:
     """The slots of results that their plans may write over the residuals that they add, with the slots of these.
 
     A step that reads its residual as another input too, or a part of it, would read what it has already written.
     """
     found: dict[int, int] = {}
-    shows = _memory_shown(slots, steps)
+    shows = _memory_shown(steps, roots)
     for step in steps:
         plan = step.plan
         if plan is None or not getattr(plan.problem, "residual", False):
@@ -349,16 +349,13 @@ def _written_over(slots: Sequence[Slot], steps: Sequence[Step]) -> dict[int, int
     return found
 
 
-def _memory_shown(slots: Sequence[Slot], steps: Sequence[Step]) -> list[set[int]]:
+def _memory_shown(steps: Sequence[Step], roots: Sequence[int]) -> list[set[int]]:
     """For each slot those whose memory it shows: its root, and what a step that returned that one may have returned."""
-    shown = [{root(slots, index)} for index in range(len(slots))]
+    shown = {index: {index} for index in roots}
     for step in steps:
         if step.may_alias:
-            more = set().union(*(shown[index] for index in step.inputs))
-            for index in range(len(slots)):
-                if root(slots, index) == step.output:
-                    shown[index] |= more
-    return shown
+            shown[step.output].update(*(shown[roots[index]] for index in step.inputs))
+    return [shown[index] for index in roots]
 
 
 def _what_computes(step: Step) -> str:
