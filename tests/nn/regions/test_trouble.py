@@ -152,6 +152,16 @@ def test_a_hook_of_a_part_is_named(kind: str) -> None:
         trace(module, (x,), {})
 
 
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
+def test_a_hook_of_all_modules_is_named(kind: str) -> None:
+    handle = getattr(nn.modules.module, f"register_module_{kind}")(lambda *_: None)
+    try:
+        with pytest.raises(Untraceable, match="every module has a hook"):
+            trace(ready(Pair("plain")), (numbers(2, 4, 7, 5, seed=3),), {})
+    finally:
+        handle.remove()
+
+
 class Keywords(nn.Module):
     """Takes its inputs by name, and returns what was asked for."""
 

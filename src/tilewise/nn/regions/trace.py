@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -134,6 +135,8 @@ def obstacle(module: nn.Module) -> str:
             return f"{where} has a hook"
         if any(nn.parameter.is_lazy(t) for t in (*part._parameters.values(), *part._buffers.values()) if t is not None):
             return f"{where} is not initialized"
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "every module has a hook (register_module_forward_hook, or that of a pre-hook)"
     tensors = [*module.parameters(), *module.buffers()]
     if any(not is_plain(t) for t in tensors):
         return "has parameters that are no plain tensors"
