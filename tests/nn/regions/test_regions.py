@@ -106,6 +106,17 @@ def test_a_constant_may_be_added_to_a_layer(flat: bool, monkeypatch: pytest.Monk
             model.places.mul_(2.0)
 
 
+def test_a_weight_that_its_norm_scales_is_computed_from_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``weight_norm`` computes the weight by an operator with two results, once for all calls."""
+    layer = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 3))
+    x = torch.randn(2, 3, 6, 7, dtype=torch.float32, device="cpu")
+    model = keep(monkeypatch, nn.Sequential(layer, nn.ReLU()).eval(), x)
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), nn.Sequential.forward(model, x))
+            layer.parametrizations.weight.original0.mul_(3.0)
+
+
 RESULTS = {
     "input": lambda y, x: (y, x.clone()),
     "part of the input": lambda y, x: (x[:, 1:].clone(), y),

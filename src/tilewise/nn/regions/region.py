@@ -22,7 +22,7 @@ from tilewise.nn.regions.exactness.local import local_errors
 from tilewise.nn.regions.gates import pooling_products
 from tilewise.nn.regions.in_place import plain_ways, steps_in_place, timed_in_place
 from tilewise.nn.regions.layouts import Choice, Part, Way, choose_ways
-from tilewise.nn.regions.operators import constants_of
+from tilewise.nn.regions.operators import constants_of, tensor_of
 from tilewise.nn.regions.products import products_of
 from tilewise.nn.regions.rewrite import rewrite
 from tilewise.nn.regions.trace import Traced, Untraceable
@@ -201,7 +201,7 @@ class _Region:
         """
         known: dict[fx.Node, set[Strides]] = {}
         for node in self._constant:
-            value = node.meta.get("val")
+            value = tensor_of(node)  # none of what gives several, as the norm of a weight does
             known[node] = {()} if value is None else {tuple(value.stride())}
         for node, tensor in zip(self._given, self._tensors, strict=True):
             known[node] = {normal(tensor.shape, tensor.stride()), *formats(tensor.shape)}
