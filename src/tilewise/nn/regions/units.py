@@ -51,7 +51,7 @@ def value_of(node: fx.Node) -> torch.Tensor:
     """The tensor without memory that a node stands for. Raises :class:`Untraceable` where it stands for none."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
-        raise Untraceable(f"{node.target} gives no tensor")
+        raise Untraceable(f"{getattr(node.target, '__name__', node.target)} gives no tensor")
     return value
 
 
