@@ -33,6 +33,9 @@ FIRST_SHARE, SWEEP_SHARE, FINAL_SHARE, END_SHARE = 0.5, 0.7, 0.88, 0.93
 stopped. A run or a compilation that has begun is finished, and what was found is still to be shown."""
 USUAL_MISS = 0.03
 """How far a measured rate is usually from the expected one, as the difference of their logarithms."""
+EXPECTED_LEAST, EXPECTED_SHARE = 16, 0.2
+"""So many points are measured as the likeliest at the most, and this share of all points more: where nearly all take
+the same time for their work, each may be the best by a little, and to look at all of them is not worth it."""
 MISSES = 2.0
 """Points are measured that may be the best if their rate is so many times the usual miss above the expected one."""
 
@@ -165,7 +168,8 @@ class Search:
 
         In turns by samples a second and by rate. Then neighbours of the best, and the line of mini-batches through it.
         """
-        for turn in itertools.count():
+        most = EXPECTED_LEAST + int(EXPECTED_SHARE * math.prod(len(axis.values) for axis in self.sweep.axes))
+        for turn in range(most):
             outlook = Outlook(self.sweep.axes, list(self.compared.values()))
             found = [self._likeliest(outlook, by_rate=by_rate) for by_rate in (False, True)]
             likely = [sizes for sizes in found if sizes is not None]
