@@ -9,7 +9,10 @@ from numba.core import cgutils
 
 from tilewise.kernels.cpu.vectors import FLOAT, INT, NUMBER, Code, Values
 
-__all__ = ["ALIGN", "below", "between", "called", "gather", "load", "none", "places", "scatter", "store"]
+__all__ = [
+    "ALIGN", "below", "between", "called", "gather", "load", "none", "of_vectors", "places", "read", "scatter", "store",
+    "write",
+]  # fmt: skip
 
 ALIGN = ir.Constant(ir.IntType(32), NUMBER)
 
@@ -69,6 +72,25 @@ def store(code: Code, value: ir.Value, address: ir.Value, mask: ir.Value) -> Non
     """Store the lanes of ``mask``."""
     place = code.builder.inttoptr(address, code.vector.as_pointer())
     called(code, f"store.v{code.lanes}f32.p0", ir.VoidType(), [value, place, ALIGN, mask])
+
+
+def of_vectors(code: Code, count: ir.Value, vectors: int) -> list[ir.Value]:
+    """The masks of neighbouring vectors, of which the first ``count`` lanes together are meant."""
+    return [below(code, code.builder.sub(count, ir.Constant(INT, j * code.lanes))) for j in range(vectors)]
+
+
+def read(code: Code, address: ir.Value, mask: ir.Value | None) -> ir.Value:
+    """A whole vector where there is no mask, else :func:`load`. Unmasked instructions are several times as fast on
+    some processors without AVX-512."""
+    return code.load(address) if mask is None else load(code, address, mask)
+
+
+def write(code: Code, value: ir.Value, address: ir.Value, mask: ir.Value | None) -> None:
+    """Store a whole vector where there is no mask, else :func:`store`."""
+    if mask is None:
+        code.store(value, address)
+    else:
+        store(code, value, address, mask)
 
 
 def places(code: Code, base: ir.Value, apart: ir.Value) -> ir.Value:

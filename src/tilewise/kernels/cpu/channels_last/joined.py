@@ -13,7 +13,7 @@ from numba import carray  # type: ignore[attr-defined]
 
 from tilewise.kernels.cpu import masks
 from tilewise.kernels.cpu.channels_last.finishing import activation_of
-from tilewise.kernels.cpu.channels_last.loops import constant, looped, variable
+from tilewise.kernels.cpu.channels_last.loops import looped, variable
 from tilewise.kernels.cpu.channels_last.told import JOINED as OF
 from tilewise.kernels.cpu.channels_last.told import JOINED_NUMBERS, word_of
 from tilewise.kernels.cpu.sizes import HEADER
@@ -31,26 +31,27 @@ FIRST = HEADER + JOINED_NUMBERS
 
 
 @functools.cache
-def _block(lanes: int, activation: str) -> Callable[..., None]:
-    """Makes ``(pixels, count, step, out, out_step, scale, shift, valid)``: ``valid`` channels of ``count`` pixels.
+def _block(lanes: int, activation: str, vectors: int, ragged: bool = False) -> Callable[..., None]:
+    """Makes ``(pixels, count, step, out, out_step, scale, shift, valid)``: channels of ``count`` pixels.
 
-    ``step`` and ``out_step`` are the distances of neighbouring pixels in bytes.
+    They are those of so many ``vectors``, or with ``ragged`` the first ``valid`` of them. ``step`` and ``out_step`` are
+    the distances of neighbouring pixels in bytes.
     """
     size, function = NUMBER * lanes, activation_of(activation)
 
     def emit(code: Code, arguments: Values) -> None:
         pixels, count, step, out, out_step, scale, shift, valid = arguments
         b = code.builder
-        there = [masks.below(code, b.sub(valid, constant(j * lanes))) for j in range(VECTORS)]
-        factors = [masks.load(code, code.at(scale, j * size), mask) for j, mask in enumerate(there)]
-        summands = [masks.load(code, code.at(shift, j * size), mask) for j, mask in enumerate(there)]
+        there = masks.of_vectors(code, valid, vectors) if ragged else [None] * vectors
+        factors = [masks.read(code, code.at(scale, j * size), mask) for j, mask in enumerate(there)]
+        summands = [masks.read(code, code.at(shift, j * size), mask) for j, mask in enumerate(there)]
         place, target = variable(code, pixels), variable(code, out)
         with looped(code, count):
             at, to = b.load(place), b.load(target)
             for j, mask in enumerate(there):
-                value = masks.load(code, code.at(at, j * size), mask)
+                value = masks.read(code, code.at(at, j * size), mask)
                 value = function(code, b.call(code.fma, [value, factors[j], summands[j]]))
-                masks.store(code, value, code.at(to, j * size), mask)
+                masks.write(code, value, code.at(to, j * size), mask)
             b.store(b.add(at, step), place)
             b.store(b.add(to, out_step), target)
 
@@ -63,8 +64,9 @@ def joined(lanes: int, activation: str) -> Callable[..., None]:
     ``data`` has a header with the address of the result, and then the numbers of
     :data:`~tilewise.kernels.cpu.channels_last.told.JOINED`.
     """
-    block, count = _block(lanes, activation), next_number()
-    wide = VECTORS * lanes
+    several, one = _block(lanes, activation, VECTORS), _block(lanes, activation, 1)
+    last, count = _block(lanes, activation, 1, ragged=True), next_number()
+    wide, vector = VECTORS * lanes, NUMBER * lanes
 
     def run(address):
         data = carray(address, HEADER)
@@ -77,14 +79,18 @@ def joined(lanes: int, activation: str) -> Callable[..., None]:
             step, before = data[CHANNELS] * NUMBER, 0
             for k in range(data[INPUTS]):
                 channels = data[FIRST + 2 * k]
-                source = data[FIRST + 2 * k + 1] + first * channels * NUMBER
-                for channel in range(0, channels, wide):
-                    shift = (before + channel) * NUMBER
-                    block(
-                        source + channel * NUMBER, number, channels * NUMBER, data[9] + first * step + shift, step,
-                        data[SCALE] + shift, data[SHIFT] + shift, min(wide, channels - channel),
-                    )  # fmt: skip
-                before += channels
+                source, row = data[FIRST + 2 * k + 1] + first * channels * NUMBER, channels * NUMBER
+                out, scale, shift = data[9] + first * step + before, data[SCALE] + before, data[SHIFT] + before
+                left, at = channels, 0
+                while left >= wide:
+                    several(source + at, number, row, out + at, step, scale + at, shift + at, wide)
+                    at, left = at + VECTORS * vector, left - wide
+                while left >= lanes:
+                    one(source + at, number, row, out + at, step, scale + at, shift + at, lanes)
+                    at, left = at + vector, left - lanes
+                if left:
+                    last(source + at, number, row, out + at, step, scale + at, shift + at, left)
+                before += row
             unit = count(address, 2)
 
     return named(run, lanes, word_of(activation))
