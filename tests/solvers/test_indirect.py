@@ -96,6 +96,21 @@ def test_errors_are_those_of_sums_in_fp32(p: ConvProblem, wide: bool) -> None:
         assert float((got.double() - want).norm() / want.norm()) <= BOUND, c
 
 
+@pytest.mark.parametrize("p", LAYERS, ids=lambda p: f"{p.in_channels}to{p.out_channels}")
+@pytest.mark.parametrize("lies", ["contiguous", "channels_last", "view"])
+def test_filters_that_change_give_the_same_bits(p: ConvProblem, lies: str) -> None:
+    """They are brought into panels by a kernel at each call, however they lie; constant ones are by torch, once."""
+    a, b = make_operands(p, 3)
+    if lies == "channels_last":
+        b = b.transpose(0, 1).contiguous().transpose(0, 1)
+    elif lies == "view":
+        b = torch.cat([b, b + 1], dim=1)[:, : b.shape[1]]
+    for c in SOLVER.configs(p):
+        want = run_poisoned(SOLVER, p, c, a, b, make_result(p))
+        got = run_poisoned(SOLVER, replace(p, constant_weight=False), c, a, b, make_result(p))
+        assert torch.equal(got, want), c
+
+
 @pytest.mark.parametrize("size", [16, 64])
 def test_results_that_are_written_far_away(size: int) -> None:
     """Small and large ones: where those of large ones will be written is prefetched."""

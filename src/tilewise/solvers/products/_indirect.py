@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tilewise.kernels.cpu.channels_last.told import AHEAD, INDIRECT, NUMBERS, UNROLLED
+from tilewise.kernels.cpu.channels_last.told import AHEAD, FILTERS, FILTERS_NUMBERS, INDIRECT, NUMBERS, UNROLLED
 from tilewise.plan import Config
 from tilewise.problems.conv.axis import Axis
 from tilewise.problems.conv.problem import ConvProblem
@@ -29,9 +29,11 @@ from tilewise.solvers.common.channels_last import (
 from tilewise.solvers.common.cpu_run import (
     PAGE,
     PreparingRun,
+    byte_strides,
     kernel_data,
     numba_reasons,
     numbers_array,
+    start,
     units_in_turn,
     vector_lanes,
     with_teams,
@@ -325,10 +327,13 @@ def _by_pixels(whole: Division, threads: int) -> Iterable[Division]:
 class Pixels(PreparingRun):
     """The compiled kernel over all units of work, for tensors of fixed strides. It takes filters in panels."""
 
-    __slots__ = ("_divided", "_zeros")
+    __slots__ = ("_divided", "_filters", "_panelled", "_zeros")
 
-    def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]]) -> None:
-        """``apart`` holds the byte strides of x and y. Raises ``SolverUnavailable`` with Numba's reason."""
+    def __init__(self, p: ConvProblem, c: Config, apart: dict[str, list[int]], weight: torch.Tensor) -> None:
+        """``apart`` holds the byte strides of x and y, and ``weight`` is an example of the filter.
+
+        Raises ``SolverUnavailable`` with Numba's reason.
+        """
         divided = self._divided = division(p, c)
         super().__init__(p, c, INDIRECT)
         self._zeros = np.zeros(max(divided.channels, divided.width), dtype=np.float32)
@@ -350,10 +355,18 @@ class Pixels(PreparingRun):
         told = {INDIRECT[name]: value for name, value in numbers.items()}
         told |= told_images(divided.axes, apart)
         self._numbers = kernel_data(divided.units, places["size"], numbers_array(told, NUMBERS))
+        self._panelled = 0
+        if self._own_filters and divided.interleaved == 1:
+            self._panelled, self._filters = _filters(divided, weight)
 
     def prepare(self, weight: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor | None) -> None:
         """Write all filters into ``kept`` in panels."""
-        in_panels(self._divided, weight, kept)
+        if not self._panelled:
+            in_panels(self._divided, weight, kept)
+            return
+        data = self._filters.copy()
+        addresses = (0, 0, weight.data_ptr(), kept.data_ptr())
+        start(self._panelled, data, min(self._threads, int(data[3])), self._openmp, *addresses)
 
 
 def _kernels(divided: Division) -> tuple[int, int, int, int]:
@@ -371,6 +384,29 @@ def _kernels(divided: Division) -> tuple[int, int, int, int]:
         sizes = p.in_channels // p.groups, p.out_channels // p.groups
         worker, tile, interleave = load_grouped(lanes, rows, vectors, p.activation, divided.interleaved, sizes)
         return worker, tile, tile, interleave
+
+
+def _filters(divided: Division, weight: torch.Tensor) -> tuple[int, np.ndarray]:
+    """The address of what brings filters that lie as ``weight`` into panels, and the description of its call.
+
+    Raises ``SolverUnavailable`` with Numba's reason.
+    """
+    from tilewise.kernels.cpu.channels_last.compiling import load_filters
+
+    with numba_reasons():
+        worker = load_filters(divided.lanes)
+    output, channel, *taps = byte_strides(weight)
+    told = {
+        FILTERS[name]: value
+        for name, value in {
+            "channels": divided.channels, "outputs": divided.outputs, "panels": divided.panels,
+            "width": divided.width, "output": output, "channel": channel, "panel_bytes": divided.panel_bytes,
+            "group_bytes": divided.group_bytes,
+        }.items()
+    }  # fmt: skip
+    told |= dict(enumerate((axis.kernel for axis in divided.axes), FILTERS["kernel"]))
+    told |= dict(enumerate((*[0] * (3 - len(taps)), *taps), FILTERS["tap"]))
+    return worker, kernel_data(divided.groups * divided.panels, 0, numbers_array(told, FILTERS_NUMBERS))
 
 
 def in_panels(divided: Division, weight: torch.Tensor, kept: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ class Indirect(ConvSolver):
     are kept in panels. At most ``threads`` threads are used; ``team`` says whether they are torch's.
     """
 
-    name, version = "indirect", 4
+    name, version = "indirect", 5
     passes = frozenset({Pass.FPROP})
     devices = frozenset({"cpu"})
     dtypes = frozenset({"fp32"})
@@ -86,4 +86,4 @@ class Indirect(ConvSolver):
         """Compile the kernels. Raises ``SolverUnavailable`` with the compiler's reason."""
         assert out is not None
         with config_reasons(p, c):
-            return Pixels(p, c, strides_of(a, out)).run
+            return Pixels(p, c, strides_of(a, out), b).run

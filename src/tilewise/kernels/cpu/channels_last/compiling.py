@@ -9,8 +9,8 @@ from tilewise.kernels.cpu.channels_last.told import word_of
 from tilewise.kernels.cpu.compiling import LOCK, Made, address_of, sandwiches_of, words_of
 
 __all__ = [
-    "load_depthwise_last", "load_grouped", "load_indirect", "load_joined", "load_pixels", "load_separable",
-    "load_winograd_last",
+    "load_depthwise_last", "load_filters", "load_grouped", "load_indirect", "load_joined", "load_pixels",
+    "load_separable", "load_winograd_last",
 ]  # fmt: skip
 
 
@@ -21,6 +21,7 @@ def _worker_last(lanes: int, name: str) -> int:
     def make() -> Made:
         from tilewise.kernels.cpu.channels_last import (
             depthwise,
+            filters,
             indirect,
             pixels,
             separable,
@@ -29,7 +30,7 @@ def _worker_last(lanes: int, name: str) -> int:
 
         makers = (
             indirect.indirect, depthwise.depthwise_last, winograd.winograd_last, pixels.means, pixels.scaled,
-            separable.separable,
+            separable.separable, filters.filters,
         )  # fmt: skip
         return next(maker for maker in makers if maker.__name__ == name)(lanes), 0
 
@@ -104,6 +105,13 @@ def load_grouped(
     with LOCK:
         tile = _tile(lanes, rows, vectors, activation, groups, outputs, far=True)
         return _worker_last(lanes, "indirect"), tile, _interleave(lanes, groups, channels)
+
+
+@compiled_elsewhere
+def load_filters(lanes: int) -> int:
+    """The address of the worker that brings filters into the panels of indirect convolution."""
+    with LOCK:
+        return _worker_last(lanes, "filters")
 
 
 @functools.cache

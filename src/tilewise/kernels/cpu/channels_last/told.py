@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
-    "AHEAD", "INDIRECT", "JOINED", "JOINED_NUMBERS", "NUMBERS", "PIXELS", "SEPARABLE", "SEPARABLE_NUMBERS", "UNROLLED",
-    "WINOGRAD", "WINOGRAD_NUMBERS", "places", "word_of",
+    "AHEAD", "FILTERS", "FILTERS_NUMBERS", "INDIRECT", "JOINED", "JOINED_NUMBERS", "NUMBERS", "PIXELS", "SEPARABLE",
+    "SEPARABLE_NUMBERS", "UNROLLED", "WINOGRAD", "WINOGRAD_NUMBERS", "places", "word_of",
 ]  # fmt: skip
 
 UNROLLED = 4
@@ -42,6 +42,16 @@ INDIRECT, NUMBERS = places(
 count as one; ``interleave`` is what brings their channels into that order, and the last group may have fewer of
 ``all_channels`` and ``all_outputs``. Where ``ahead`` is not 0, tiles prefetch so many bytes of the next panel in each
 pass of their inner loop.
+"""
+
+FILTERS, FILTERS_NUMBERS = places(
+    "channels", "outputs", "panels", "width", ("kernel", 3), "output", "channel", ("tap", 3), "panel_bytes",
+    "group_bytes",
+)  # fmt: skip
+"""Numbers of a filter that is brought into panels.
+
+``output``, ``channel`` and ``tap`` are its byte strides; the others are those of :data:`INDIRECT`, with taps along
+depth, height and width.
 """
 
 WINOGRAD, WINOGRAD_NUMBERS = places(
