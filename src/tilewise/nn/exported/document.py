@@ -182,7 +182,7 @@ class Reading:
     def _plan(self, data: Any, slots: list[Slot], places: tuple[int, ...], where: str) -> Any:
         """A plan bound to tensors that lie as the slots at ``places`` say: operands, what is added, and the result.
 
-        The plan computes one tensor, of an image alone (a pooling) or of an image and a constant filter.
+        The plan computes one tensor, of an image alone (a pooling) or of an image and a filter.
         """
         told = _object(data, where)
         key = _text(told, "problem", where)
@@ -226,7 +226,7 @@ def _check_tensors(problem: Problem, slots: list[Slot], places: tuple[int, ...],
             raise ExportError(f"{where}: {role} is {slot}: {wanted} would do")
         if offset_in_root(slots, index) * slot.dtype.itemsize % alignment:
             raise ExportError(f"{where}: {role} begins between two multiples of {alignment} bytes")
-    if len(problem.operands) > 1 and slots[places[1]].tensor is None:
+    if problem.constant_operand and slots[places[1]].tensor is None:
         raise ExportError(f"{where}: its second input is no constant: the filter would do")
 
 

@@ -19,7 +19,7 @@ from tilewise.nn.regions.fused import Call
 from tilewise.nn.regions.layouts import Way
 from tilewise.nn.regions.products import Product
 from tilewise.nn.regions.units import Strides, Unit, normal, value_of
-from tilewise.nn.regions.ways import Deferred, Planned, View
+from tilewise.nn.regions.ways import Deferred, OnFilter, Planned, View
 from tilewise.problems.base import dense_strides, layout_of
 
 __all__ = ["Builder"]
@@ -48,6 +48,8 @@ class Builder:
         self._natural: dict[fx.Node, Strides] = {}
         self._held: dict[Wanted, int] = {}
         self._bound: Bindings = {}
+        self._scaled: dict[fx.Node, int] = {}
+        """The filters that gates were multiplied with, by gate."""
         self.conversions = 0
 
     def give(self, node: fx.Node, tensor: Tensor) -> None:
@@ -72,6 +74,8 @@ class Builder:
             (first,) = places[:1]
             assert first is not None
             self._hold(unit.node, way.gives, first)  # what the layer reads, for the one that computes it
+        elif isinstance(way.what, OnFilter):
+            self._hold(unit.node, way.gives, self._on_filter(unit, way.what, places))
         elif isinstance(way.what, Planned):
             self._hold(unit.node, way.gives, self._planned(unit, way.what, places))
         else:
@@ -147,6 +151,24 @@ class Builder:
             self._held[wanted] = self._new(Slot.like(self._constants.keep(wanted), "constant"))
         return self._held[wanted]
 
+    def _on_filter(self, unit: Unit, what: OnFilter, places: Sequence[int | None]) -> int:
+        """The slot of a gate's image, which the layer behind it reads, once the step is there that scales its filter.
+
+        The kernel takes a filter for an image: its outputs are pixels.
+        """
+        image, gate = places[what.image], places[1 - what.image]
+        assert image is not None
+        assert gate is not None
+        shape = what.call.shape
+        _, channels, outputs, _ = shape
+        strides = dense_strides(shape, "channels_last")
+        dtype = unit.value.dtype
+        weight = self._constant(what.weight, (outputs, channels, 1, 1), (channels, 1, 1, 1), dtype)
+        scaled = self._new(Slot(shape, strides, dtype))
+        self._steps.append(Step(unit.name, (self._view(weight, shape, strides), gate), scaled, run=what.call))
+        self._scaled[unit.node] = self._view(scaled, (outputs, channels, 1, 1), (channels, 1, 1, 1))
+        return image
+
     def _planned(self, unit: Unit, planned: Planned, places: Sequence[int | None]) -> int:
         """The slot of the result of a fused layer or a pooling that runs by a plan."""
         product, problem = planned.product, planned.product.problem
@@ -175,7 +197,11 @@ class Builder:
         shape, strides = product.described(problem.operands[1])
         dtype = problem.torch_dtype(problem.operands[1])
         assert isinstance(weight, fx.Node | Gathered)
-        inputs = [self._constant(weight, shape, strides, dtype)]
+        inputs = [
+            self._scaled[unit.node.args[0]]  # type: ignore[index]
+            if planned.scaled
+            else self._constant(weight, shape, strides, dtype)
+        ]
         if isinstance(bias, fx.Node) and problem.bias:
             channels = problem.shape(result)[problem.bias_dim]
             inputs.append(self._constant(bias, (channels,), (1,), problem.torch_dtype(result)))

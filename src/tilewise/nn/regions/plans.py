@@ -86,6 +86,24 @@ class RegionPlans:
             fastest.setdefault(_kind(plan), plan)
         return list(fastest.values())
 
+    def running(self, problem: Problem, plans: Sequence[Plan]) -> Sequence[Plan]:
+        """What ``plans`` of another problem run, as plans of ``problem``, which are not measured: their times stay.
+
+        Those of splits and of torch's own choice are left out, and those that take more memory than is allowed.
+        """
+        ceiling = self._table.constraints(problem, torch.are_deterministic_algorithms_enabled()).workspace
+        found = []
+        for plan in plans:
+            solver = solvers.get(plan.solver)
+            if plan.children or solver.baseline or solver.why_not(problem):
+                continue
+            for config, workspace in solver.offers(problem, ceiling, {plan.config}):
+                if ceiling is None or workspace <= ceiling:
+                    found.append(
+                        replace(plan, problem=problem.key, config=config, workspace=workspace, constant=0, error=None)
+                    )
+        return found
+
     def _note(self, problem: Problem, plan: Plan) -> None:
         """Remember the error of a plan, where planning has checked it: torch's own it takes unchecked."""
         if plan.error is not None:

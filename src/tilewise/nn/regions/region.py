@@ -19,6 +19,7 @@ from tilewise.nn.regions.constants import Constants
 from tilewise.nn.regions.exactness.gains import gains_of
 from tilewise.nn.regions.exactness.limits import Limits
 from tilewise.nn.regions.exactness.local import local_errors
+from tilewise.nn.regions.gated import Gated, gated_of, with_gated
 from tilewise.nn.regions.gates import pooling_products
 from tilewise.nn.regions.in_place import plain_ways, steps_in_place, timed_in_place
 from tilewise.nn.regions.layouts import Choice, Part, Way, choose_ways
@@ -27,7 +28,7 @@ from tilewise.nn.regions.products import products_of
 from tilewise.nn.regions.rewrite import rewrite
 from tilewise.nn.regions.trace import Traced, Untraceable
 from tilewise.nn.regions.units import PRODUCT, VIEW, Strides, Unit, formats, normal, units_of, value_of
-from tilewise.nn.regions.ways import Deferred, Planned, Times, ways_of
+from tilewise.nn.regions.ways import Deferred, OnFilter, Planned, Times, ways_of
 from tilewise.plan import Plan
 from tilewise.problems.base import Problem, layout_of
 
@@ -51,6 +52,10 @@ class Plans(Protocol):
 
     def kinds(self, problem: Problem) -> Sequence[Plan]:
         """The fastest measured plan of each kind, fastest first. Plans of one kind have similar errors."""
+        ...
+
+    def running(self, problem: Problem, plans: Sequence[Plan]) -> Sequence[Plan]:
+        """What ``plans`` of another problem run, as plans of ``problem``, which are not measured: their times stay."""
         ...
 
 
@@ -118,11 +123,16 @@ def plan_region(
     if not problems:
         raise Untraceable("has no convolution or linear layer that can be planned")
     plans = source.all(list(dict.fromkeys(problems)))
-    blocks = blocks_of(units)
+    blocks, gates = blocks_of(units), gated_of(units)
     region = _Region(traced, tensors, units, weights)
     poolings = [product.problem for unit in units for product in pooling_products(unit)]
     plans = {**plans, **source.some(poolings)}
-    region.find_ways(times, plans, blocks, source.some([block.product.problem for block in blocks]))
+    together = dict(source.some([block.product.problem for block in blocks]))
+    if times.device.type == "cpu":  # where they are timed in their place
+        together |= {
+            each.product.problem: source.running(each.product.problem, plans.get(each.kept, ())) for each in gates
+        }
+    region.find_ways(times, plans, blocks, gates, together)
     if times.device.type == "cpu":  # a GPU's caches hold little from one layer to the next
         with showing(tell):
             region.time_in_place(times, tell)
@@ -193,11 +203,12 @@ class _Region:
         times: Times,
         plans: Mapping[Problem, Sequence[Plan]],
         blocks: Sequence[Block],
-        of_blocks: Mapping[Problem, Sequence[Plan]],
+        gates: Sequence[Gated],
+        together: Mapping[Problem, Sequence[Plan]],
     ) -> None:
         """Find the ways of each part in order, since its formats are those in which its inputs may come.
 
-        ``of_blocks`` are the plans of ``blocks``.
+        ``together`` are the plans of ``blocks`` and of ``gates``, which compute several parts.
         """
         known: dict[fx.Node, set[Strides]] = {}
         for node in self._constant:
@@ -209,7 +220,8 @@ class _Region:
             ways = ways_of(unit, known, times, plans)
             self._ways.append(ways)
             known[unit.node] = {way.gives for way in ways} | set(formats(unit.value.shape))
-        self._ways = with_blocks(self._units, self._ways, blocks, of_blocks)
+        self._ways = with_blocks(self._units, self._ways, blocks, together)
+        self._ways = with_gated(self._units, self._ways, gates, together, times)
 
     def time_in_place(self, times: Times, tell: Late | None) -> None:
         """Give ways the times that they take within the whole region."""
@@ -389,6 +401,8 @@ def _line(unit: Unit, way: Way) -> Line:
     """What is told of one part."""
     if isinstance(way.what, Deferred):
         return Line(unit.name, f"within {way.what.reader}", "", 0.0)
+    if isinstance(way.what, OnFilter):
+        return Line(unit.name, f"factors of the filter of {way.what.reader}", "", way.ms)
     layout = layout_of(unit.value.shape, way.gives)
     if isinstance(way.what, Planned):
         plan, problem = way.what.plan, way.what.product.problem

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from tilewise import execute
 from tilewise.machine.turns import pause
-from tilewise.nn.programs.pixels import KernelCall
+from tilewise.nn.programs.pixels import KernelCall, Pixels
 from tilewise.nn.programs.rows import RowNorm
 from tilewise.nn.programs.slots import Operator, Place, planned
 from tilewise.nn.regions.constants import Gathered
@@ -33,7 +33,7 @@ from tilewise.plan import Plan
 from tilewise.problems.base import Problem
 from tilewise.problems.kinds import kind_of
 
-__all__ = ["Deferred", "Planned", "Times", "View", "ways_of"]
+__all__ = ["Deferred", "OnFilter", "Planned", "Times", "View", "ways_of"]
 
 SAMPLE_S, MOST_RUNS, LEAST_RUNS = 0.02, 50, 3
 """An operator is run until so many seconds have passed, so often at the most and at the least."""
@@ -58,12 +58,14 @@ class Planned:
     """A plan of one of the problems of a fused layer.
 
     ``weight`` is what the plan's filters are, where that is not the layer's weight: the layer and others before it,
-    which are :class:`Deferred`, are then computed as one.
+    which are :class:`Deferred`, are then computed as one. With ``scaled`` the filter is what the gate before the layer
+    gives, which then is :class:`OnFilter`.
     """
 
     product: Product
     plan: Plan
     weight: Gathered | None = None
+    scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,19 @@ class Deferred:
     """A fused layer that is computed together with a later one, called ``reader``."""
 
     reader: str
+
+
+@dataclass(frozen=True)
+class OnFilter:
+    """A gate whose factors multiply the filter ``weight`` of the layer behind it, called ``reader``, by ``call``.
+
+    ``image`` is the place of the image among the gate's two inputs. The layer then reads that image.
+    """
+
+    call: Pixels
+    weight: fx.Node
+    reader: str
+    image: int
 
 
 SOME = 1 << 16
