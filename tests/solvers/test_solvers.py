@@ -52,7 +52,7 @@ def cases(solvers: Iterable[Solver] = ()) -> list[object]:
             if solver.baseline and dtype != "fp32":
                 continue  # torch's own 16-bit arithmetic is not ours to vouch for: oneDNN errs in rare shapes
             marks = [pytest.mark.gpu] if device == "cuda" else []
-            if device == "cpu" and (reason := lacking(solver, pass_)):
+            if device == "cpu" and (reason := lacking(solver, pass_, dtype)):
                 marks.append(pytest.mark.skip(reason=reason))
             precisions = ("ieee", "tf32") if device == "cuda" and dtype == "fp32" else ("ieee",)
             for precision in precisions:
@@ -63,9 +63,9 @@ def cases(solvers: Iterable[Solver] = ()) -> list[object]:
     return found
 
 
-def lacking(solver: Solver, pass_: Pass) -> str:
-    """What this machine's processor lacks for every problem of ``solver``; empty where it lacks nothing."""
-    p = ConvProblem(pass_, 2, 32, 32, (Axis(8, 1), Axis(8, 1)))
+def lacking(solver: Solver, pass_: Pass, dtype: str = "fp32") -> str:
+    """What this machine's processor lacks for every problem of ``solver`` in a type; empty where it lacks nothing."""
+    p = ConvProblem(pass_, 2, 32, 32, (Axis(8, 1), Axis(8, 1)), dtype=dtype)
     return next((reason for reason in solver.why_not(p) if "this processor" in reason), "")
 
 

@@ -60,7 +60,7 @@ class OneDNNFused(ConvSolver):
     activations = frozenset(POINTWISE)
 
     def unsupported(self, p: ConvProblem) -> list[str]:
-        """Reasons: padding that differs by side or crops, a wider result, or a torch without the operators."""
+        """Reasons: padding that differs by side or crops, a wider result, or operators that torch lacks or refuses."""
         reasons = []
         if any(axis.before != axis.after or axis.before < 0 for axis in p.axes):
             reasons.append("oneDNN's operator takes one non-negative padding per axis, the same before and after")
@@ -68,6 +68,8 @@ class OneDNNFused(ConvSolver):
             reasons.append(f"gives {p.dtype}, not {p.out_dtype}")
         if not torch.backends.mkldnn.is_available() or not all(hasattr(torch.ops.mkldnn, name) for name in OPERATORS):
             reasons.append(f"needs a torch with oneDNN's operators {', '.join(OPERATORS)}")
+        elif p.dtype == "bf16" and not _computes_bf16():
+            reasons.append("needs bf16 in oneDNN, which this processor lacks: AVX-512 would do, or AVX-NE-CONVERT")
         return reasons
 
     def configs(self, p: ConvProblem) -> Iterable[Config]:
@@ -110,6 +112,12 @@ class OneDNNFused(ConvSolver):
         if name not in FILTERS or (name == "blocked" and not p.constant_weight):
             raise SolverUnavailable(f"{c} is no config of {p.key}: filter={'|'.join(FILTERS)} would do")
         return _run(p, is_blocked=name == "blocked")
+
+
+@functools.cache
+def _computes_bf16() -> bool:
+    """Whether torch lets oneDNN compute in bf16 on this processor; its operators raise elsewhere."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _in_blocks(p: ConvProblem, role: str) -> int:
