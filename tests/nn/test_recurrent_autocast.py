@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,58 @@ def test_types_and_values_are_torchs(data: st.DataObject) -> None:
         with torch.no_grad():
             like(flat(twin(x, hx)), flat(module(x, hx)))
     assert [(p.task, p.dtype) for p in table.asked] == [("training", "bf16"), ("inference", "bf16")]
+
+
+@settings(max_examples=some(20), deadline=None)
+@given(data=st.data())
+def test_tensors_of_the_lower_type_are_planned_on_every_processor(data: st.DataObject) -> None:
+    """torch computes their LSTM also where oneDNN cannot, in the one type that they have."""
+    kind, dtype = data.draw(st.sampled_from((nn.LSTM, nn.RNN))), torch.bfloat16
+    options = {name: data.draw(st.booleans(), name) for name in ("bias", "batch_first", "bidirectional")}
+    module = kind(3, 5, data.draw(st.integers(1, 2)), **options)
+    twin, table = forced(module)
+    x = torch.randn(4, 3, 3, dtype=dtype, requires_grad=data.draw(st.booleans(), "input's gradient"))
+    hx: Any = None
+    if data.draw(st.booleans(), "states"):
+        n = x.shape[0 if module.batch_first else 1]
+        state = [torch.randn(module.num_layers * (1 + module.bidirectional), n, 5, dtype=dtype) for _ in range(2)]
+        hx = tuple(state) if kind is nn.LSTM else state[0]
+    with under():
+        for _ in range(2):
+            like(with_gradients(twin, x, hx), with_gradients(module, x, hx))
+        with torch.no_grad():
+            like(flat(twin(x, hx)), flat(module(x, hx)))
+    assert [(p.task, p.dtype) for p in table.asked] == [("training", "bf16"), ("inference", "bf16")]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.RNN])
+def test_tensors_of_the_lower_type_are_compiled_without_gradients(kind: Any) -> None:
+    """There AOTAutograd would give an LSTM to oneDNN, which some processors lack for this type."""
+    module, x = kind(3, 5, 2), torch.randn(4, 2, 3, dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    compiled = torch.compile(forced(module)[0], backend="aot_eager", fullgraph=True)
+    with under(), torch.no_grad():
+        like(flat(compiled(x)), flat(module(x)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_what_torch_refuses_is_refused_in_its_words(kind: Any, compiled: bool) -> None:
+    """An LSTM of fp32 tensors in fp16 or bf16, where oneDNN has none: torch raises, and so do we."""
+    module, x = kind(3, 5), torch.randn(4, 2, 3)
+    for dtype in (torch.bfloat16, torch.float16):
+        twin, table = forced(module)
+        torch._dynamo.reset()
+        called = torch.compile(twin, backend="eager") if compiled else twin
+        with under(dtype=dtype):
+            try:
+                want = flat(module(x))
+            except RuntimeError as error:
+                with pytest.raises(RuntimeError, match=re.escape(str(error).splitlines()[0])):
+                    called(x)
+                assert not table.asked
+            else:
+                like(flat(called(x)), want)
 
 
 @pytest.mark.parametrize("kind", KINDS)

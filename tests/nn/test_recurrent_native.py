@@ -69,6 +69,14 @@ def from_python(module: nn.RNNBase, monkeypatch: pytest.MonkeyPatch) -> nn.RNNBa
     return twin
 
 
+def types_or_error(module: nn.RNNBase, x: Tensor) -> list[torch.dtype] | str:
+    """The types of the results, or why torch refuses the call, as an LSTM in bf16 on some processors."""
+    try:
+        return [t.dtype for t in flat(module(x))]
+    except RuntimeError as error:
+        return str(error)
+
+
 def close(got: Any, want: Any) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, check_stride=True)
 
@@ -117,7 +125,8 @@ def test_usual_calls_need_no_python(kind: Any, no_python: None) -> None:
         close(got, want)
         assert not any(t.requires_grad for t in got)
     with torch.autocast("cpu", torch.bfloat16):
-        flat(twin(x.detach().requires_grad_(False)))
+        assert types_or_error(twin, x.detach()) == types_or_error(module, x.detach())
+        assert types_or_error(twin, x.detach().bfloat16()) == types_or_error(module, x.detach().bfloat16())
 
 
 @pytest.mark.parametrize("order", ["batch_first", "without a batch"])

@@ -148,7 +148,7 @@ def given_of(module: nn.RNNBase | Arguments, x: object, hx: object) -> Given | s
     elif module.batch_first:
         first = first.transpose(0, 1)
     h0, c0 = (*states, None, None)[:2]
-    lower = _lower(module, first.device) if is_on(first.device.type) else None
+    lower = _lower(module, given) if is_on(first.device.type) else None
     return Given(module, first, h0, c0, weights, batched, lower or first.dtype)
 
 
@@ -174,7 +174,7 @@ def _given_packed(module: nn.RNNBase | Arguments, x: PackedSequence, hx: object)
     if x.sorted_indices is not None:
         states = [state.index_select(1, x.sorted_indices) for state in states]
     h0, c0 = (*states, None, None)[:2]
-    lower = _lower(module, x.data.device) if is_on(x.data.device.type) else None
+    lower = _lower(module, given) if is_on(x.data.device.type) else None
     return Given(module, x.data, h0, c0, weights, True, lower or x.data.dtype, packing, x)
 
 
@@ -210,9 +210,9 @@ def _why_types_are_torchs(module: nn.RNNBase | Arguments, given: list[Tensor]) -
     """Why the call is left to torch for the types of its tensors; empty where it may be planned."""
     x = given[0]
     if is_on(x.device.type):
-        lower = _lower(module, x.device)
+        lower = _lower(module, given)
         if lower is None:
-            return "called under autocast, where torch computes such a layer in several types"
+            return "called under autocast, where torch computes such a layer in several types, or not on this device"
         if any(t.dtype not in (torch.float32, lower) for t in given):
             return f"called under autocast with other types than {torch.float32} and {lower}"
     elif x.dtype not in DTYPE_NAMES or any(t.dtype is not x.dtype for t in given):
@@ -220,9 +220,11 @@ def _why_types_are_torchs(module: nn.RNNBase | Arguments, given: list[Tensor]) -
     return ""
 
 
-def _lower(module: nn.RNNBase | Arguments, device: torch.device) -> torch.dtype | None:
+def _lower(module: nn.RNNBase | Arguments, given: list[Tensor]) -> torch.dtype | None:
     """The 16-bit type in which torch computes the module under autocast; ``None`` where there is no one type."""
-    return lower_type(module.mode.lower(), device, projected=module.proj_size > 0)
+    inputs = given[: len(given) - len(module._flat_weights)]
+    lowered = all(t.dtype is not torch.float32 for t in inputs)
+    return lower_type(module.mode.lower(), given[0].device, projected=module.proj_size > 0, lowered=lowered)
 
 
 def _shapes(module: nn.RNNBase | Arguments, x: Tensor, count: int) -> list[tuple[int, ...]]:

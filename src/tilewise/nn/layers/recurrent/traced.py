@@ -29,7 +29,7 @@ def trace(layer: Any, module: nn.RNNBase, x: Any, hx: Any) -> Any:
         return NotImplemented
     states = [] if hx is None else list(hx) if module.mode == "LSTM" else [hx]
     weights = [getattr(module, name) for name in module._flat_weights_names]
-    dtype = _computed_in(module, [x, *states, *weights])
+    dtype = _computed_in(module, [x, *states], weights)
     if dtype is None or not _fits(module, x, states):
         return NotImplemented
     batched = x.dim() == 3
@@ -85,14 +85,16 @@ def _is_like(known: Known, module: nn.RNNBase, x: Tensor, needs: bool) -> bool:
     )
 
 
-def _computed_in(module: nn.RNNBase, tensors: Sequence[Any]) -> torch.dtype | None:
+def _computed_in(module: nn.RNNBase, inputs: Sequence[Any], weights: Sequence[Any]) -> torch.dtype | None:
     """The type in which tensors are computed; ``None`` where torch must judge them, or computes in several types."""
+    tensors = [*inputs, *weights]
     if not all(isinstance(t, Tensor) for t in tensors):
         return None
-    x: Tensor = tensors[0]
+    x: Tensor = inputs[0]
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type):
-        dtype = LOWER[_lower_name(module.mode.lower(), x.device.type, module.proj_size > 0)]
+        lowered = all(t.dtype != torch.float32 for t in inputs)
+        dtype = LOWER[_lower_name(module.mode.lower(), x.device.type, module.proj_size > 0, lowered)]
         if dtype is None or any(t.dtype not in (torch.float32, dtype) for t in tensors):
             return None
     elif any(t.dtype != dtype for t in tensors):
@@ -103,9 +105,9 @@ def _computed_in(module: nn.RNNBase, tensors: Sequence[Any]) -> torch.dtype | No
 LOWER: dict[str, Any] = {"fp16": torch.float16, "bf16": torch.bfloat16, "": None}
 
 
-def _lower_name(cell: str, device_type: str, projected: bool) -> str:
+def _lower_name(cell: str, device_type: str, projected: bool, lowered: bool) -> str:
     """The name of :func:`lower_type`. Dynamo calls it while it traces, and keeps the answer."""
-    found = lower_type(cell, torch.device(device_type), projected=projected)
+    found = lower_type(cell, torch.device(device_type), projected=projected, lowered=lowered)
     return next(name for name, dtype in LOWER.items() if dtype is found)
 
 
