@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 
 from tilewise.kernels.cpu import masks
-from tilewise.kernels.cpu.channels_last.loops import constant, looped, variable
+from tilewise.kernels.cpu.channels_last.loops import advanced, constant, looped, variable
 from tilewise.kernels.cpu.channels_last.told import FILTERS as OF
 from tilewise.kernels.cpu.units import over_units
 from tilewise.kernels.cpu.vectors import NUMBER, Code, Values, compiled, intrinsic_of
@@ -39,14 +39,12 @@ def _gathered(lanes: int) -> Callable[..., None]:
         row, written = variable(code, source), variable(code, target)
         with looped(code, channels):
             place, left = variable(code, b.load(row)), variable(code, valid)
-            b.store(b.load(row), place)
-            b.store(valid, left)
             with looped(code, vectors):
                 mask = masks.below(code, b.load(left))
                 code.store(masks.gather(code, b.load(place), apart, mask), b.load(written))
                 b.store(b.add(b.load(place), further), place)
-                b.store(b.sub(b.load(left), constant(lanes)), left)
-                b.store(b.add(b.load(written), constant(size)), written)
+                advanced(code, left, -lanes)
+                advanced(code, written, size)
             b.store(b.add(b.load(row), step), row)
 
     return intrinsic_of(lanes, emit)
