@@ -128,7 +128,7 @@ def test_divisions_of_equal_times_are_told_apart() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lanes", [4, 8])
+@pytest.mark.parametrize("lanes", [4, 8, 16])
 @pytest.mark.parametrize("p", LAYERS, ids=lambda p: f"{p.in_channels}to{p.out_channels}")
 def test_vectors_of_other_machines(p: ConvProblem, lanes: int) -> None:
     a, b = make_operands(p)
@@ -139,6 +139,7 @@ def test_vectors_of_other_machines(p: ConvProblem, lanes: int) -> None:
         c = changed(c, parts=2)
     got = run_poisoned(SOLVER, p, c, a, b, make_result(p))
     assert float((got.double() - want).norm() / want.norm()) <= BOUND
+    assert torch.equal(run_poisoned(SOLVER, replace(p, constant_weight=False), c, a, b, make_result(p)), got)
 
 
 @pytest.mark.parametrize("activation", NAMES)

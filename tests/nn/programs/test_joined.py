@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.nn.programs.programs import assert_native
 
-from tilewise.nn.programs import pixels
+from tilewise.nn.programs import joined, pixels
 from tilewise.nn.programs.joined import Joined
 from tilewise.nn.programs.program import Program
 from tilewise.nn.programs.slots import Slot, Step
@@ -56,6 +56,20 @@ def test_joined_images(
         torch.testing.assert_close(y.double(), in_float64(call, given), rtol=1e-5, atol=1e-6)
     finally:
         pixels.SHARE = before
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_vectors_of_other_machines(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of blocks of vectors, single ones, and channels that fill none."""
+    monkeypatch.setattr(joined, "vector_lanes", lambda: lanes)
+    joined._words.cache_clear()
+    call = Joined(2, (64, 37, 16, 5, 130), 5, 3, "relu")
+    given, y = operands(call), poisoned(call)
+    try:
+        call(*given, y)
+    finally:
+        joined._words.cache_clear()
+    torch.testing.assert_close(y.double(), in_float64(call, given), rtol=1e-5, atol=1e-6)
 
 
 def test_nan_and_infinity_stay_where_they_are() -> None:

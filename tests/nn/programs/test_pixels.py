@@ -47,6 +47,24 @@ def test_means_and_products(shape: tuple[int, int, int, int], share: int) -> Non
         pixels.SHARE = before
 
 
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+@pytest.mark.parametrize("channels", [5, 32, 79, 146])
+def test_vectors_of_other_machines(lanes: int, channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of vectors, single ones, and the channels that fill none."""
+    monkeypatch.setattr(pixels, "vector_lanes", lambda: lanes)
+    pixels._words.cache_clear()
+    shape = (2, channels, 5, 3)
+    x, gate = made(shape), made((2, channels, 1, 1), 1)
+    means, scaled = poisoned((2, channels, 1, 1)), poisoned(shape)
+    try:
+        Pixels("means", shape)(x, means)
+        Pixels("scaled", shape)(x, gate, scaled)
+    finally:
+        pixels._words.cache_clear()
+    torch.testing.assert_close(means.double(), x.double().mean((2, 3), keepdim=True), rtol=1e-5, atol=1e-6)
+    assert torch.equal(scaled, x * gate)
+
+
 def test_nan_and_infinity_stay_in_their_channel() -> None:
     x = made((1, 70, 5, 5))
     x[0, 3, 2, 2], x[0, 66, 0, 0] = float("nan"), float("inf")
