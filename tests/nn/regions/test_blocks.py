@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 import tilewise
 from tilewise.nn.layers.weights import Weights
-from tilewise.nn.regions import blocks, region
-from tilewise.nn.regions.blocks import blocks_of
+from tilewise.nn.regions import region
 from tilewise.nn.regions.forward import regional_of
 from tilewise.nn.regions.layouts import Way, is_deferred
 from tilewise.nn.regions.region import Planning, plan_region
 from tilewise.nn.regions.rewrite import rewrite
+from tilewise.nn.regions.together import blocks
+from tilewise.nn.regions.together.blocks import blocks_of
 from tilewise.nn.regions.trace import trace
 from tilewise.nn.regions.units import units_of
 from tilewise.nn.regions.ways import Deferred, Planned, Times

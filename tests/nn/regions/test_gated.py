@@ -19,11 +19,11 @@ import tilewise
 from tilewise.nn.layers.plan_table import PlanTable
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.regions import region
-from tilewise.nn.regions.gated import gated_of
 from tilewise.nn.regions.layouts import Way
 from tilewise.nn.regions.plans import RegionPlans
 from tilewise.nn.regions.region import Planning, plan_region
 from tilewise.nn.regions.rewrite import rewrite
+from tilewise.nn.regions.together.gated import gated_of
 from tilewise.nn.regions.trace import trace
 from tilewise.nn.regions.units import units_of
 from tilewise.nn.regions.ways import OnFilter, Planned, Times

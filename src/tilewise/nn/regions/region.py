@@ -13,19 +13,19 @@ from tilewise.machine.turns import pause
 from tilewise.nn.layers.weights import Weights
 from tilewise.nn.programs.program import Program, where_expected
 from tilewise.nn.progress import Late, showing
-from tilewise.nn.regions.blocks import Block, blocks_of, with_blocks
 from tilewise.nn.regions.build import Builder
 from tilewise.nn.regions.constants import Constants
 from tilewise.nn.regions.exactness.gains import gains_of
 from tilewise.nn.regions.exactness.limits import Limits
 from tilewise.nn.regions.exactness.local import local_errors
-from tilewise.nn.regions.gated import Gated, gated_of, with_gated
 from tilewise.nn.regions.gates import pooling_products
 from tilewise.nn.regions.in_place import plain_ways, steps_in_place, timed_in_place
 from tilewise.nn.regions.layouts import Choice, Part, Way, choose_ways
 from tilewise.nn.regions.operators import constants_of, tensor_of
 from tilewise.nn.regions.products import products_of
 from tilewise.nn.regions.rewrite import rewrite
+from tilewise.nn.regions.together.blocks import Block, blocks_of, with_blocks
+from tilewise.nn.regions.together.gated import Gated, gated_of, with_gated
 from tilewise.nn.regions.trace import Traced, Untraceable
 from tilewise.nn.regions.units import PRODUCT, VIEW, Strides, Unit, formats, normal, units_of, value_of
 from tilewise.nn.regions.ways import Deferred, OnFilter, Planned, Times, ways_of
