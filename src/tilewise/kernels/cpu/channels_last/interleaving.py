@@ -136,7 +136,7 @@ def _interleave(lanes: int, groups: int, channels: int) -> Callable[..., None]:
             for j in range(vectors):
                 mask = (last if j == vectors - 1 else None) if whole else parts[j]
                 at = code.at(place, j * size)
-                yield code.load(at) if mask is None else masks.load(code, at, mask)
+                yield masks.read(code, at, mask)
 
         def write(whole: bool) -> None:
             read, written = variable(code, source), variable(code, target)
@@ -144,10 +144,7 @@ def _interleave(lanes: int, groups: int, channels: int) -> Callable[..., None]:
                 line = list(loaded(b.load(read), whole))
                 for j, vector in enumerate(permuted(code, line, together(groups, channels))):
                     at = code.at(b.load(written), j * size)
-                    if last is not None and j == vectors - 1:
-                        masks.store(code, vector, at, last)
-                    else:
-                        code.store(vector, at)
+                    masks.write(code, vector, at, last if j == vectors - 1 else None)
                 b.store(b.add(b.load(read), step), read)
                 advanced(code, written, count * NUMBER)
 

@@ -52,7 +52,7 @@ def _block(lanes: int, rows: int, others: int) -> Callable[..., None]:
         def step(at: ir.Value, sums: list[ir.Value], mask: ir.Value | None) -> list[ir.Value]:
             def read(base: ir.Value, row: ir.Value) -> ir.Value:
                 address = builder.add(builder.add(base, row), at)
-                return code.load(address) if mask is None else masks.load(code, address, mask)
+                return masks.read(code, address, mask)
 
             of_x = [read(x, row) for row in x_rows]
             updated = []

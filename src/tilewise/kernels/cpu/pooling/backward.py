@@ -77,7 +77,7 @@ class _Gradient:
             first, count = b.and_(columns, constant(BITS - 1)), b.sdiv(columns, constant(BITS))
             valid = masks.below(code, place) if self.masked else None
             value = self._sum(code, numbers, dy, kept, (depths, rows), element, (first, count), valid)
-            self._store(code, value, dx, valid)
+            masks.write(code, value, dx, valid)
             return
         stride, padding = told(code, numbers, "stride"), told(code, numbers, "padding")
         width = told(code, numbers, "width")
@@ -91,13 +91,13 @@ class _Gradient:
                 pairs = b.shuffle_vector(sums[0], sums[1], ir.Constant(kind, order))
                 start = b.add(column, constant(half * n))
                 mask = masked_columns(code, start, constant(1), width) if self.masked else None
-                self._store(code, pairs, places_of(code, dx, start), mask)
+                masks.write(code, pairs, places_of(code, dx, start), mask)
             return
         column = b.sub(b.add(b.mul(place, stride), columns), padding)
         address = places_of(code, dx, column)
         mask = masked_columns(code, column, stride, width) if self.masked or self.step > 2 else None
         if self.step == 1:
-            self._store(code, sums[0], address, mask)
+            masks.write(code, sums[0], address, mask)
         else:
             masks.scatter(code, sums[0], address, b.mul(stride, constant(NUMBER)), mask)
 
@@ -147,7 +147,7 @@ class _Gradient:
                 if self.masked and not self.along:
                     mask = masked_columns(code, column, constant(1), told(code, numbers, "columns"))
                 address = places_of(code, dy, offset)
-                value = code.load(address) if mask is None else masks.load(code, address, mask)
+                value = masks.read(code, address, mask)
                 if factor is None:
                     bits = load_bytes(code, b.add(kept, offset), mask)
                     wanted = every(code, b.trunc(b.sub(of_row, b.mul(w, elements[2])), BYTE))
@@ -165,19 +165,13 @@ class _Gradient:
         if self.along:
             return every(code, code.builder.fmul(factor, self._factor(code, numbers, "width", column)))
         address = places_of(code, told(code, numbers, "factor_width"), column)
-        own = code.load(address) if mask is None else masks.load(code, address, mask)
+        own = masks.read(code, address, mask)
         return code.builder.fmul(every(code, factor), own)
 
     def _factor(self, code: Code, numbers: ir.Value, axis: str, index: ir.Value) -> ir.Value:
         """The fp32 factor ``index`` along an axis."""
         address = places_of(code, told(code, numbers, f"factor_{axis}"), index)
         return code.builder.load(code.builder.inttoptr(address, FLOAT.as_pointer()), align=NUMBER)
-
-    def _store(self, code: Code, value: ir.Value, address: ir.Value, mask: ir.Value | None) -> None:
-        if mask is None:
-            code.store(value, address)
-        else:
-            masks.store(code, value, address, mask)
 
 
 @functools.cache

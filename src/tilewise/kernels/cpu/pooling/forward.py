@@ -101,10 +101,7 @@ class _Window:
         result = b.load(total)
         if self.op == "avg":
             result = b.fdiv(result, self._divisors(code, numbers, place, divisor, valid))
-        if valid is None:
-            code.store(result, y)
-        else:
-            masks.store(code, result, y, valid)
+        masks.write(code, result, y, valid)
         if self.keep:
             store_bytes(code, b.trunc(b.load(index), ir.VectorType(BYTE, code.lanes)), kept, valid)
 
@@ -114,7 +111,7 @@ class _Window:
         """One element of each lane's window, and the mask of lanes where it is inside; others are zero."""
         b = code.builder
         if self.along:
-            return (code.load(address), None) if valid is None else (masks.load(code, address, valid), None)
+            return masks.read(code, address, valid), None
         behind = code.at(address, NUMBER * (code.lanes - 1))
         stride = told(code, numbers, "stride")
         if not self.masked:
@@ -161,7 +158,7 @@ class _Window:
         if self.along:
             return same
         address = places_of(code, told(code, numbers, "factor_width"), place)
-        own = code.load(address) if valid is None else masks.load(code, address, valid)
+        own = masks.read(code, address, valid)
         return b.fmul(same, own)
 
 
