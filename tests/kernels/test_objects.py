@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 if importlib.util.find_spec("numba") is None:
     pytest.skip("numba is not installed", allow_module_level=True)
 
+import tilewise
 from tilewise.kernels.building import code_files, objects
 from tilewise.kernels.cpu import compiling
 from tilewise.machine import cache, trusted
@@ -33,8 +35,7 @@ assert "numba" not in sys.modules
 def object_file() -> Path:
     """That of one of the kernels for 4 lanes, compiled before."""
     compiling.load(4)
-    (found,) = (Path(cache.kernel_dir()) / "cpu").glob("moves_4-*.o")
-    return found
+    return Path(cache.kernel_dir()) / "cpu" / f"moves_4-{objects.machine_key()}.o"
 
 
 def test_a_second_process_loads_kernels_without_numba(object_file: Path) -> None:
@@ -148,3 +149,17 @@ def test_numba_loads_nothing_of_a_kernel() -> None:
     assert not [name for name in known if "sums" in name]
     assert all(name in ("memcpy", "memset") or name.startswith("Py") for name in objects.undefined(code) or ())
     assert objects._load(objects.Code(code, entry, objects.undefined(code)))
+
+
+def test_kernels_are_told_apart_by_all_that_they_are_made_of() -> None:
+    """What their makers import is part of the key, or cannot change a kernel."""
+    package = Path(tilewise.__file__).parent
+    made_of = {path.relative_to(package).as_posix() for path in objects.made_of()}
+    used = set()
+    for path in (package / "kernels" / "cpu").rglob("*.py"):
+        for module in re.findall(r"^\s*from tilewise\.(\S+) import", path.read_text("utf-8"), re.MULTILINE):
+            used.add(f"{module.replace('.', '/')}.py")
+    callers = {"kernels/building/elsewhere.py", "kernels/building/objects.py", "machine/device.py"}
+    arguments = {"problems/activations.py", "problems/conv/axis.py"}  # a kernel's name tells what they give
+    found = {name for name in used - made_of if not name.startswith("kernels/cpu")}
+    assert found == callers | arguments

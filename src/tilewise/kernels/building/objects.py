@@ -26,7 +26,7 @@ from tilewise.kernels.building.kept import refuse
 from tilewise.kernels.building.noted import note
 from tilewise.machine import cache
 
-__all__ = ["Code", "address", "machine_key", "undefined"]
+__all__ = ["Code", "address", "machine_key", "made_of", "undefined"]
 
 RUNTIME = ("numba_", "NRT_")
 """Prefixes of names that Numba's runtime defines. Our kernels refer to them where they would report errors, which they
@@ -79,15 +79,20 @@ def _unpacked(stored: bytes) -> Code:
     return Code(code, str(entry), None if wanted is None else tuple(map(str, wanted)))
 
 
+def made_of() -> list[Path]:
+    """The files from whose text kernels are made, in a fixed order."""
+    kernels = Path(__file__).parents[1]
+    return [*sorted((kernels / "cpu").rglob("*.py")), kernels / "codelets.py", kernels / "cook_toom.py"]
+
+
 @functools.cache
 def machine_key() -> str:
     """A hash of everything that a kernel's code depends on: this package's text, processor, versions, settings."""
     import llvmlite
     from llvmlite import binding
 
-    kernels = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for path in (*sorted((kernels / "cpu").rglob("*.py")), kernels / "codelets.py"):
+    for path in made_of():
         digest.update(path.read_bytes())
     settings = {name: value for name, value in os.environ.items() if name.startswith("NUMBA_")}
     versions = importlib.metadata.version("numba"), llvmlite.__version__, sys.version_info[:2]
