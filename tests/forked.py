@@ -1,4 +1,8 @@
-"""Processes that begin with what takes seconds to import: each is forked from a server that has done it once."""
+"""Processes that begin with what takes seconds to import: each is forked from a server that has done it once.
+
+There are two servers. One has imported tilewise, too, as that takes most of a second. The other has not: from it come
+programs that have another copy of tilewise, or for which the import itself is what counts.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+
+import pytest
 
 __all__ = ["ForkedScript", "run_script", "server"]
 
@@ -24,15 +30,34 @@ LATE = ("torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor", "to
 PRELOADED = ["torch", *LATE, "scipy.optimize", "sqlite3", "pytest", "hypothesis"]
 if importlib.util.find_spec("numba") is not None:
     PRELOADED.append("numba")
+TILEWISE = ["tilewise.nn", "tilewise.distributed", "tilewise.cli"]
+_without_tilewise = forkserver.ForkServer()
 
 
 def server() -> ForkServerContext:
-    """The context whose processes share nothing with this one. It has imported nothing of tilewise.
+    """The context whose processes share nothing with this one. They have imported tilewise."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, *TILEWISE])
+    _start()
+    return context
+
+
+@contextlib.contextmanager
+def _server_without_tilewise() -> Iterator[ForkServerContext]:
+    """The context whose processes come from the server that has not imported tilewise, as long as this is entered."""
+    _without_tilewise.set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("ensure_running", "connect_to_new_process", "get_inherited_fds"):
+            patch.setattr(forkserver, name, getattr(_without_tilewise, name))
+        _start()
+        yield multiprocessing.get_context("forkserver")
+
+
+def _start() -> None:
+    """Have the server run.
 
     It starts without what the test that is first to ask has set for tilewise, save where files are kept: it lasts.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     own = {name: value for name, value in os.environ.items() if name.startswith("TILEWISE_")}
     for name in own:
         if name != "TILEWISE_CACHE_DIR":
@@ -41,24 +66,26 @@ def server() -> ForkServerContext:
         forkserver.ensure_running()
     finally:
         os.environ.update(own)
-    return context
 
 
 class ForkedScript:
     """``python SCRIPT arguments`` as a process of its own in ``cwd`` with ``environment``, but for what is preloaded.
 
     ``script`` is a path, ``-m NAME`` a module, ``-c CODE`` a program. Variables that are read when Python starts or
-    torch is imported have no effect, save ``PYTHONPATH`` and ``OMP_NUM_THREADS``.
+    torch is imported have no effect, save ``PYTHONPATH`` and ``OMP_NUM_THREADS``; without ``has_tilewise`` those of
+    tilewise have one, too.
     """
 
-    def __init__(self, *words: str, environment: Mapping[str, str], cwd: Path | None = None) -> None:
+    def __init__(
+        self, *words: str, environment: Mapping[str, str], cwd: Path | None = None, has_tilewise: bool = True
+    ) -> None:
         self.args = list(words)
         self._files = [tempfile.NamedTemporaryFile("r", encoding="utf-8") for _ in range(2)]  # noqa: SIM115
         paths = [file.name for file in self._files]
-        self.process: ForkServerProcess = server().Process(
-            target=_main, args=(list(words), dict(environment), str(cwd or Path.cwd()), paths)
-        )
-        self.process.start()
+        arguments = list(words), dict(environment), str(cwd or Path.cwd()), paths
+        with contextlib.nullcontext(server()) if has_tilewise else _server_without_tilewise() as context:
+            self.process: ForkServerProcess = context.Process(target=_main, args=arguments)
+            self.process.start()
 
     def poll(self) -> int | None:
         """The exit status, or ``None`` while it runs."""
@@ -91,10 +118,14 @@ class ForkedScript:
 
 
 def run_script(
-    *words: str, environment: Mapping[str, str], cwd: Path | None = None, timeout: float = 120
+    *words: str,
+    environment: Mapping[str, str],
+    cwd: Path | None = None,
+    timeout: float = 120,
+    has_tilewise: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """A :class:`ForkedScript` to its end."""
-    return ForkedScript(*words, environment=environment, cwd=cwd).finished(timeout)
+    return ForkedScript(*words, environment=environment, cwd=cwd, has_tilewise=has_tilewise).finished(timeout)
 
 
 def _main(words: list[str], environment: dict[str, str], cwd: str, paths: list[str]) -> None:

@@ -72,7 +72,7 @@ def run(package: Path, folder: Path, code: str, *words: str) -> str:
     variables = {**os.environ, "PYTHONPATH": f"{package}:{HERE.parent}", "TILEWISE_CACHE_DIR": str(folder / "cache")}
     script = folder / "script.py"
     script.write_text(textwrap.dedent(COMMON) + textwrap.dedent(code), "utf-8")
-    done = run_script(str(script), *words, environment=variables, cwd=folder)
+    done = run_script(str(script), *words, environment=variables, cwd=folder, has_tilewise=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -35,6 +35,7 @@ def test_split_images_where_planning_is_enabled_by_the_import(tmp_path: Path) ->
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": "src",
     }
-    done = run_script("-c", PROGRAM.replace("STORE", str(tmp_path / "store")), environment=environment)
+    program = PROGRAM.replace("STORE", str(tmp_path / "store"))
+    done = run_script("-c", program, environment=environment, has_tilewise=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["same"]

@@ -42,6 +42,7 @@ def run(script: str, tmp_path: Path, ranks: int = 2) -> list[str]:
         ForkedScript(
             "-c", whole, str(rank), str(tmp_path / "store"), str(ranks),
             environment={**environment, "TILEWISE_CACHE_DIR": str(tmp_path / f"cache{rank}")},
+            has_tilewise="TILEWISE_ENABLE" not in environment,  # which takes effect at the import
         )
         for rank in range(ranks)
     ]  # fmt: skip

@@ -56,7 +56,7 @@ def listed(package: Path) -> subprocess.CompletedProcess[str]:
         print(*(f"{type(w.message).__name__}: {w.message}" for w in caught), sep="\\n")
     """
     variables = {"PYTHONPATH": str(package.parent.parent), "PATH": "/usr/bin:/bin", "HOME": str(package.parent)}
-    return run_script("-c", textwrap.dedent(code), environment=variables)
+    return run_script("-c", textwrap.dedent(code), environment=variables, has_tilewise=False)
 
 
 def write(path: Path, kind: str = "Some", name: str = "some", text: str = SOLVER) -> None:
