@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import hashlib
 import importlib.util
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from tests import interpreter as interpreter  # before anything imports Triton: 
 from tests.sampling import EVERY, fewer_examples, is_narrowed, sample
 from tests.seeds import SEED, SEEDS, seed_all, use_profile
 
+import tilewise
 from tilewise.kernels.native import autograd, programs
 from tilewise.kernels.native.extension import Extension, Unavailable
 from tilewise.kernels.native.extension import load as load_native
@@ -129,11 +133,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Share out among the workers of a whole run what many of its tests would each begin by compiling."""
     if len(session.items) < WHOLE or "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    folder = kernel_folder(session.config._tmp_path_factory)  # type: ignore[attr-defined]
+    factory: pytest.TempPathFactory = session.config._tmp_path_factory  # type: ignore[attr-defined]
+    folder = kernel_folder(factory)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tilewise.machine.cache.kernel_dir", lambda: folder)
         for number, job in enumerate(_jobs()):
-            if _is_first(folder.parent / f"compiles {number}"):
+            if _is_first(factory.getbasetemp().parent / f"compiles {number}"):
                 job()
 
 
@@ -170,11 +175,34 @@ def _jobs() -> list[Callable[[], object]]:
 
 
 def kernel_folder(factory: pytest.TempPathFactory) -> Path:
-    """Where all tests, of all workers, keep what they compile."""
+    """Where all tests, of all workers, keep what they compile.
+
+    It lies beside pytest's own folders of the last runs, and later runs with the same kernels' text find it. Where
+    ``--basetemp`` is given it lies there.
+    """
     base = factory.getbasetemp()
-    found = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
-    found.mkdir(exist_ok=True)
+    of_run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    of_user = of_run.parent
+    if not of_user.name.startswith("pytest-of-"):
+        found = of_run / "kernels"
+    else:
+        found = of_user / f"kernels-{_text_of_kernels()}"
+        for other in of_user.glob("kernels-*"):
+            if other != found and time.time() - other.stat().st_mtime > 7 * 24 * 3600:
+                shutil.rmtree(other, ignore_errors=True)
+    found.mkdir(exist_ok=True, mode=0o700)
+    os.utime(found)
     return found
+
+
+@functools.cache
+def _text_of_kernels() -> str:
+    """A hash of all files that kernels are made from."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(tilewise.__file__).parent.glob("kernels/**/*.*")):
+        if path.suffix != ".pyc" and path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def share_kernels(cache: Path, kernels: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tilewise.kernels.cuda.launch import Bound
+from tilewise.machine import cache
 
 __all__ = ["emulate", "emulated", "launched", "run_bound"]
 
@@ -38,15 +39,38 @@ emulated = pytest.mark.skipif(bool(reason := _why_not()), reason=reason or "runs
 """Skips a test, with the reason, where kernels cannot be compiled for the CPU."""
 
 
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Where kernels are compiled: with the header compiled already, which takes longer than a kernel."""
-    folder = tempfile.TemporaryDirectory(prefix="tilewise-emulator-")
-    header = Path(folder.name) / HEADER.name
-    header.write_bytes(HEADER.read_bytes())
-    command = ["g++", *FLAGS, "-x", "c++-header", "-o", f"{header}.gch", str(header)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(compiler: Sequence[str]) -> str:
+    done = subprocess.run(compiler, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
+    return done.stdout
+
+
+def _made(path: Path, compiler: Sequence[str]) -> Path:
+    """``path``, written by the compiler where no process has written it yet."""
+    if not path.exists():
+        partial = path.with_name(f".{os.getpid()}-{path.name}")
+        _run([*compiler, "-o", str(partial)])
+        partial.replace(path)
+    return path
+
+
+@functools.cache
+def _compiler() -> str:
+    """What tells compiled kernels apart beside their text."""
+    text = _run(["g++", "--version"]) + repr(FLAGS) + HEADER.read_text("utf-8")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _folder() -> Path:
+    """Where all tests keep compiled kernels: with the header compiled already, which takes longer than a kernel."""
+    folder = cache.kernel_dir() / "emulated" / _compiler()
+    header = folder / HEADER.name
+    if not header.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        copy = folder / f".{os.getpid()}-{HEADER.name}"
+        copy.write_bytes(HEADER.read_bytes())
+        copy.replace(header)
+    _made(Path(f"{header}.gch"), ["g++", *FLAGS, "-x", "c++-header", str(header)])
     return folder
 
 
@@ -69,12 +93,13 @@ extern "C" void emulate(void** a, const long long* w, const double* r, unsigned 
 }}
 """
     text = f'#include "{HEADER.name}"\n{source}\n{driver}'
-    stem = Path(_folder().name) / hashlib.sha256(text.encode()).hexdigest()[:16]
-    stem.with_suffix(".cpp").write_text(text)
-    command = ["g++", *FLAGS, "-o", str(stem.with_suffix(".so")), str(stem.with_suffix(".cpp"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:4000]
-    return ctypes.CDLL(str(stem.with_suffix(".so")))
+    path = _folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    if not path.exists():
+        own = path.with_name(f"{os.getpid()}-{path.stem}.cpp")
+        own.write_text(text, "utf-8")
+        _made(path, ["g++", *FLAGS, str(own)])
+        own.unlink()
+    return ctypes.CDLL(str(path))
 
 
 def emulate(
