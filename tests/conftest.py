@@ -124,6 +124,14 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Likewise what a file's tests leave: planning under a limit collects often, a second each time at the end."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 WHOLE = 2000
 """Tests of a run that is worth compiling what many of them use before it begins."""
 
