@@ -38,6 +38,8 @@ CHANNELS = {4: 16, 2: 32}
 they are twice as many."""
 FILTERS = ("blocked", "plain")
 """What a config's ``filter`` may be: put into oneDNN's own layout once, or as it is given."""
+UNROLLED_PIXELS = 3
+"""Pixels of a row that oneDNN's direct kernel for AVX2 computes at a time."""
 OPERATORS = ("_convolution_pointwise", "_reorder_convolution_weight", "_nbytes")
 EFFICIENCY = 0.85
 
@@ -93,18 +95,16 @@ class OneDNNFused(ConvSolver):
         return functools.partial(_blocked, options=_options(p))
 
     def hidden_workspace(self, p: ConvProblem, c: Config) -> int:
-        """Copies of tensors into layouts that oneDNN computes with, where they are in others.
+        """Copies of tensors into layouts that oneDNN computes with, where they are in others, and lowered windows.
 
-        Its blocks of channels are whole.
+        Its blocks of channels are whole. Windows are lowered, by each thread those of one image and group, where it has
+        no kernel of the direct method.
         """
-        plain = {role for role in p.roles if p.layout(role) != "channels_last"}
-        if c.get("filter") == "blocked":
-            plain.discard("w")
-        return sum(_in_blocks(p, role) for role in plain)
+        return _copied(p, c) + (torch.get_num_threads() * _lowered(p) if _is_lowered(p) else 0)
 
     def cost(self, p: ConvProblem, c: Config) -> Cost:
         """The direct method's arithmetic, and copies into other layouts, which do not overlap with it."""
-        return Cost(p.flops, p.bytes, efficiency=EFFICIENCY, apart=2 * self.hidden_workspace(p, c))
+        return Cost(p.flops, p.bytes, efficiency=EFFICIENCY, apart=2 * _copied(p, c))
 
     def bind(self, p: ConvProblem, c: Config, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Run:
         """A run that calls the operator. Raises ``SolverUnavailable`` for a config that is none of its own."""
@@ -118,6 +118,33 @@ class OneDNNFused(ConvSolver):
 def _computes_bf16() -> bool:
     """Whether torch lets oneDNN compute in bf16 on this processor; its operators raise elsewhere."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _copied(p: ConvProblem, c: Config) -> int:
+    """Bytes of the copies of tensors that are not as oneDNN computes with them."""
+    plain = {role for role in p.roles if p.layout(role) != "channels_last"}
+    if c.get("filter") == "blocked":
+        plain.discard("w")
+    return sum(_in_blocks(p, role) for role in plain)
+
+
+def _is_lowered(p: ConvProblem) -> bool:
+    """Whether oneDNN may multiply lowered windows, as far as runs have shown.
+
+    Its direct kernels want whole vectors of each group's channels, but for one channel a group. Those for AVX2 compute
+    three pixels of a row at a time and want no more of them to lie in the padding.
+    """
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    lanes, channels = (16 if wide else 8), (p.in_channels // p.groups, p.out_channels // p.groups)
+    divided = p.groups > 1 and max(channels) > 1 and any(each % lanes for each in channels)
+    return divided or (not wide and p.axes[-1].before > UNROLLED_PIXELS)
+
+
+def _lowered(p: ConvProblem) -> int:
+    """Bytes of the lowered windows of one image and group."""
+    _, _, *out = p.shape("y")
+    taps = math.prod(axis.kernel for axis in p.axes)
+    return p.in_channels // p.groups * taps * math.prod(out) * p.torch_dtype("x").itemsize
 
 
 def _in_blocks(p: ConvProblem, role: str) -> int:
