@@ -68,7 +68,6 @@ def _name_types_when_asked() -> None:
     def name_of_tuple(self: Any) -> str:
         return "[" + ",".join(f"{field}:{kind}" for field, kind in zip(self.fields, self.types, strict=False)) + "]"
 
-    assert callable(core.validate_block_shape)
     core.block_type.__init__ = block_type
     core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
     core.tuple_type.__init__ = tuple_type
